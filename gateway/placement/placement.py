@@ -1,0 +1,85 @@
+"""What placement is asked and what it answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Reason(StrEnum):
+    """Why a replica was chosen; a bounded set, fit for a metric label."""
+
+    HOME = "home"
+    """First on the ring for the request's key, and no replica holds more."""
+    LONGEST = "longest"
+    """Not first on the ring, but it holds the longest prefix."""
+    COST = "cost"
+    """Another replica holds more, but this one answers sooner."""
+    SPILL = "spill"
+    """The best replica is at its bound; this is the next one that is not."""
+    COLD = "cold"
+    """No replica holds any of the prompt."""
+    RETRY = "retry"
+    """An earlier choice failed before it answered."""
+    PINNED = "pinned"
+    """The caller named the replica."""
+    FALLBACK = "fallback"
+    """Chosen by the ring alone: what this replica holds is not known."""
+
+
+class Claims(StrEnum):
+    """Where the knowledge of what a replica holds comes from."""
+
+    REPORTS = "reports"
+    """Its agent's live report stream."""
+    LEARNED = "learned"
+    """Only this gateway's own recent placements: no agent, stream lost, or keys that reports do not use."""
+    NONE = "none"
+    """Nothing: hash mode."""
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the placer is told about one replica for one decision. All loads include every request not yet finished.
+
+    `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running` counts
+    sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units;
+    `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content.
+    """
+
+    id: str
+    claims: Claims
+    weight: float = 1.0
+    queued_prefill_tokens: int = 0
+    running: int = 0
+    prefill_tokens_per_s: float
+    block_units: int = 1
+    capacity_blocks: int = 0
+    held_blocks: int = 0
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's terms in one decision, for `/admin/explain`. Seconds unless the name says otherwise."""
+
+    replica: str
+    ring_position: int
+    claims: Claims
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    eviction_s: float
+    cost_s: float
+    within_bound: bool
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision. `ring` lists all replicas in this key's ring order, home first; `home` is the replica that would
+    have been chosen without the bounds."""
+
+    replica: str
+    reason: Reason
+    home: str
+    ring: list[str]
+    predicted_cached_tokens: int
+    predicted_ttft_s: float
+    candidates: list[Candidate]

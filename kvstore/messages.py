@@ -1,0 +1,191 @@
+"""What an agent and a gateway say to each other: msgspec structs in length-prefixed msgpack frames.
+
+A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, then `Delta`s, with a
+`Heartbeat` in between. Every message carries `(epoch, seq)`. The epoch changes whenever the agent cannot vouch that
+what it knew is still held (engine or agent restart, a gap in the engine's events); it begins with a new snapshot.
+`seq` counts the deltas of an epoch: a snapshot carries the number of the last delta it contains, a delta the next
+number, a heartbeat the last number sent. A reader that sees a gap, or a digest that differs from its own, asks again.
+
+A block is reported by one RouteKey, that of its last unit, with the RouteKey of the block before it as its parent
+(`ROOT_PARENT` for the first block of a prompt).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.geometry import KvGeometry
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+SNAPSHOT_PART_BLOCKS = 65_536
+ROOT_PARENT = 0
+_LENGTH = struct.Struct(">I")
+_MASK = (1 << 64) - 1
+
+
+class Tier(IntEnum):
+    """Where a replica keeps a block, nearest to its compute first."""
+
+    HBM = 0
+    DRAM = 1
+    NVME = 2
+    REMOTE = 3
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/hello` (JSON): who an agent is and what its engine serves.
+
+    `epoch` is the one in force now; `capacity_blocks` is the engine's HBM pool, 0 when unknown; `route_seed_check` is
+    the root of an empty namespace under the agent's seed, so that a gateway with another seed is told and not misled.
+    """
+
+    protocol: int = PROTOCOL_VERSION
+    replica_id: str
+    dp_rank: int = 0
+    epoch: int
+    engine: str
+    engine_version: str
+    engine_up: bool
+    models: list[str]
+    block_size: int
+    capacity_blocks: int
+    geometry: KvGeometry | None
+    identity_modes: list[str]
+    route_seed_check: int
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/model-files` (msgpack): what is needed to turn a chat into the engine's token ids.
+
+    `special_tokens` maps names used by templates (bos_token, eos_token, ...) to their text; `digest` names the content.
+    """
+
+    model: str
+    tokenizer_json: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    add_bos_token: bool | None = None
+    digest: str
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """Part `part` of `parts` of everything held in one tier when delta `seq` had been applied.
+
+    `keys` and `parents` are packed little-endian u64 of equal length.
+    """
+
+    epoch: int
+    seq: int
+    part: int
+    parts: int
+    tier: Tier
+    keys: bytes
+    parents: bytes
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored", array_like=True):
+    """Blocks that became held; `keys` and `parents` are packed u64 of equal length."""
+
+    tier: Tier
+    keys: bytes
+    parents: bytes
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True, tag="removed", array_like=True):
+    """Blocks that are held no more in this tier; `keys` is packed u64."""
+
+    tier: Tier
+    keys: bytes
+
+
+Change: TypeAlias = Stored | Removed
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
+    """Changes number `seq` of an epoch, to be applied in order."""
+
+    epoch: int
+    seq: int
+    changes: list[Change]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """Load of the engine and state of the catalogue, sent at least every 250 ms.
+
+    `running` and `waiting` count sequences; `queued_prefill_tokens` is None where the engine does not tell;
+    `prefill_tokens_per_s` is fitted from observed prefills, None until there are any; `kv_usage` is the share of blocks
+    in use by running requests; `blocks` and `digest` (see `digest_term`) describe what is held after delta `seq`.
+    """
+
+    epoch: int
+    seq: int
+    engine_up: bool
+    running: int
+    waiting: int
+    queued_prefill_tokens: int | None
+    prefill_tokens_per_s: float | None
+    kv_usage: float
+    capacity_blocks: int
+    blocks: int
+    digest: int
+
+
+Report: TypeAlias = Snapshot | Delta | Heartbeat
+
+_encoder = msgspec.msgpack.Encoder()
+_report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def digest_term(key: int, tier: Tier) -> int:
+    """What one held block adds to a catalogue digest; a digest is the sum of the terms modulo 2**64.
+
+    Keys are uniform hashes already, so their sum detects any missing or extra block; order does not matter.
+    """
+    return key * (2 * tier + 1) & _MASK
+
+
+def digest_of(keys: Iterable[int], tier: Tier) -> int:
+    """The digest of a set of held blocks."""
+    return sum(keys) * (2 * tier + 1) & _MASK
+
+
+def encode_frame(message: Report) -> bytes:
+    """One frame: u32 big-endian length, then the message. Raises ProtocolError above 16 MiB."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into reports. Owns at most one incomplete frame; feed it whatever arrives."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Report]:
+        """Reports completed by `data`. Raises ProtocolError; the stream is then unusable."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"peer announced a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            try:
+                report = _report_decoder.decode(bytes(buffer[start + _LENGTH.size : end]))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"not a report: {error}") from error
+            start = end
+            yield report
+        del buffer[:start]
