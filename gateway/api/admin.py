@@ -1,0 +1,120 @@
+"""The operator's application: replicas, receipts, explain, duplication, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import CollectorRegistry
+
+from gateway.api.errors import error_response
+from gateway.api.explain import Explain
+from gateway.duplication.history import History
+from gateway.duplication.ledger import Ledger
+from gateway.duplication.report import build_report
+from gateway.errors import RequestError
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.identity.identifier import Identifier
+from gateway.path.account import Receipts
+from gateway.placement.index import PrefixIndex
+from kvstore.messages import Tier
+
+
+class AdminApp(FastAPI):
+    """Served on the admin port, never to clients. Answers are JSON; bytes are bytes and seconds are seconds."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: Ledger,
+        identifier: Identifier,
+        history: History,
+        receipts: Receipts,
+        explain: Explain,
+        registry: CollectorRegistry,
+    ) -> None:
+        super().__init__(title="prefix-gateway admin", docs_url=None, redoc_url=None, openapi_url=None)
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._identifier = identifier
+        self._history = history
+        self._receipts = receipts
+        self._explain = explain
+        self._registry = registry
+        self.add_api_route("/health", _health)
+        self.add_api_route("/metrics", self._metrics)
+        self.add_api_route("/admin/replicas", self._replicas)
+        self.add_api_route("/admin/receipts/{request_id}", self._receipt)
+        self.add_api_route("/admin/explain", self._explained, methods=["POST"])
+        self.add_api_route("/admin/duplication", self._duplication)
+        self.add_exception_handler(RequestError, _request_error)
+
+    async def _metrics(self) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _replicas(self) -> Response:
+        replicas = [self._describe(replica) for replica in self._fleet.replicas.values()]
+        return _json({"replicas": replicas, "identity": self._identifier.modes()})
+
+    async def _receipt(self, request_id: str) -> Response:
+        receipt = self._receipts.get(request_id)
+        if receipt is None:
+            raise RequestError(
+                404, f"no receipt for {request_id!r}: unknown, or dropped for newer ones", code="not_found"
+            )
+        return _json(receipt)
+
+    async def _explained(self, request: Request) -> Response:
+        return _json(await self._explain(await request.body()))
+
+    async def _duplication(self, top: int = 20) -> Response:
+        return _json(build_report(self._ledger, top=max(0, min(top, 1_000)), history=self._history))
+
+    def _describe(self, replica: Replica) -> dict[str, Any]:
+        beat = replica.heartbeat
+        return {
+            "id": replica.id,
+            "engine": str(replica.engine),
+            "engine_up": replica.engine_up,
+            "engine_error": replica.engine_error,
+            "models": list(replica.models),
+            "agent": str(replica.agent) if replica.agent else None,
+            "reporting": replica.reporting,
+            "agent_error": replica.agent_error,
+            "routed_by": _routed_by(replica),
+            "epoch": beat.epoch if beat and replica.reporting else None,
+            "held_blocks": self._index.held_blocks(replica.id, Tier.HBM),
+            "capacity_blocks": replica.capacity_blocks,
+            "block_size": replica.block_size,
+            "block_bytes": replica.block_bytes,
+            "running_sequences": replica.load.sequences,
+            "queued_prefill_tokens": replica.load.prefill_tokens,
+            "prefill_tokens_per_s": replica.speed.tokens_per_s,
+            "engine_load": beat if replica.reporting else None,
+        }
+
+
+def _routed_by(replica: Replica) -> str:
+    """What placement knows of this replica, in a word: reports, its own placements (agent lost), or the ring alone."""
+    if replica.reporting:
+        return "reports"
+    return "learned" if replica.agent else "ring"
+
+
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    status, headers, body = error_response(error)
+    return Response(body, status, headers={name.decode(): value.decode() for name, value in headers})
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

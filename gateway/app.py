@@ -1,0 +1,100 @@
+"""Builds the gateway from its settings: every object is made and joined here, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import httpx
+
+from gateway.api.admin import AdminApp
+from gateway.api.explain import Explain
+from gateway.api.openai import PublicApp
+from gateway.duplication.history import History
+from gateway.duplication.ledger import Ledger
+from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.model_profiles import ModelProfiles
+from gateway.identity.identifier import Identifier
+from gateway.metrics import GatewayMetrics
+from gateway.path.account import Account, Receipts
+from gateway.path.admit import Admission
+from gateway.path.forward import Forward
+from gateway.path.identify import Identify
+from gateway.path.place import Place
+from gateway.path.request_path import RequestPath
+from gateway.path.retry_budget import RetryBudget
+from gateway.path.upstream import Upstream
+from gateway.placement.index import PrefixIndex
+from gateway.placement.placer import Placer
+from gateway.placement.settings import PlacementSettings
+from gateway.settings import Settings
+
+HISTORY_EVERY_S = 10.0
+
+
+class Gateway:
+    """The two applications and what lives behind them, from `running()` until it ends."""
+
+    def __init__(self, settings: Settings) -> None:
+        limits = settings.limits
+        self._control = httpx.AsyncClient(trust_env=False)
+        self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
+        self._upstream = Upstream(
+            connect_timeout_s=limits.connect_timeout_s, first_byte_timeout_s=limits.first_byte_timeout_s
+        )
+        self._profiles = ModelProfiles(self._identifier, self._control, settings.telemetry.parity_sample_every)
+        health = EngineHealth(self._control)
+        index = PrefixIndex()
+        ledger = Ledger(index)
+        self._history = History(ledger)
+        placer = Placer(index, PlacementSettings(eps=settings.placement.epsilon))
+        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._control)
+
+        metrics = GatewayMetrics()
+        receipts = Receipts(settings.telemetry.receipts)
+        identify = Identify(self._identifier, self.fleet)
+        place = Place(placer, self.fleet, allow_pinning=settings.placement.allow_pinning)
+        forward = Forward(
+            self._upstream,
+            self.fleet,
+            health,
+            place,
+            RetryBudget(limits.retry_budget),
+            observe_usage=settings.telemetry.observe_usage,
+        )
+        account = Account(self.fleet, place, self._profiles, metrics, receipts)
+        self.admission = Admission(self.fleet, limits)
+        path = RequestPath(self.admission, identify, place, forward, account)
+
+        metrics.watch(self.fleet, ledger, self._identifier, self._profiles)
+        explain = Explain(identify, placer, self.fleet)
+        self.public = PublicApp(path, self.fleet)
+        self.admin = AdminApp(
+            self.fleet, index, ledger, self._identifier, self._history, receipts, explain, metrics.registry
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything that must run while requests are served; stops it all at the end."""
+        await self._identifier.start()
+        tasks = [
+            asyncio.create_task(self.fleet.run(), name="fleet"),
+            asyncio.create_task(self._sample_history(), name="duplication history"),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._profiles.close()
+            await self._identifier.close()
+            await self._upstream.close()
+            await self._control.aclose()
+
+    async def _sample_history(self) -> None:
+        while True:
+            self._history.sample()
+            await asyncio.sleep(HISTORY_EVERY_S)

@@ -1,0 +1,130 @@
+"""The `prefix-gateway` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gateway.errors import GatewayError
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status: 0, 1 for a failed check, 2 for a bad configuration."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in _PROCESSES:
+        return _become(_PROCESSES[arguments[0]], arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except GatewayError as error:
+        print(f"prefix-gateway: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+_PROCESSES = {"agent": "replica_agent", "engine": "replica_agent.reference"}
+"""Subcommands that are programs of their own: started as processes, never imported."""
+
+
+def _become(module: str, arguments: list[str]) -> int:
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prefix-gateway", description="Routes LLM requests to the replica that already holds their KV cache."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="run the gateway")
+    serve.add_argument("--config", type=Path, help="YAML configuration")
+    serve.add_argument(
+        "--engine", action="append", metavar="URL", help="an engine; repeatable; instead of replicas in the file"
+    )
+    serve.add_argument("--agent", action="append", metavar="URL", help="agents of the engines, in the same order")
+    serve.add_argument("--host", help="public address (default 127.0.0.1)")
+    serve.add_argument("--port", type=int, help="public port (default 8000)")
+    serve.add_argument("--admin-host", help="admin address (default 127.0.0.1)")
+    serve.add_argument("--admin-port", type=int, help="admin port (default 8001)")
+    serve.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser("demo", help="three replicas, agents and a gateway on this machine, and a scenario")
+    from gateway.demo.options import add_options
+
+    add_options(demo)
+    demo.set_defaults(run=_demo)
+
+    report = commands.add_parser("report", help="print the duplication report of a running gateway")
+    report.add_argument("--admin", default="http://127.0.0.1:8001", metavar="URL", help="the gateway's admin address")
+    report.add_argument("--top", type=int, default=10, help="shared prefixes to list")
+    report.add_argument("--json", action="store_true", help="the report as JSON")
+    report.set_defaults(run=_report)
+
+    for name, module in _PROCESSES.items():
+        commands.add_parser(name, help=f"run python -m {module}; see its --help", add_help=False)
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from gateway.serve import run
+    from gateway.settings import load_settings
+
+    listen = {key: getattr(options, key) for key in ("host", "port", "admin_host", "admin_port")}
+    overrides: dict[str, Any] = {"listen": {key: value for key, value in listen.items() if value is not None}}
+    if options.log_level:
+        overrides["telemetry"] = {"log_level": options.log_level}
+    if options.engine:
+        overrides["replicas"] = _replicas(options.engine, options.agent or [])
+    elif options.agent:
+        raise _usage("--agent needs an --engine for each")
+    settings = load_settings(options.config, os.environ, overrides)
+    if not settings.replicas:
+        raise _usage("replicas: none configured; give --engine URL or a --config with replicas")
+    run(settings)
+    return 0
+
+
+def _replicas(engines: list[str], agents: list[str]) -> list[dict[str, str]]:
+    if agents and len(agents) != len(engines):
+        raise _usage(f"--agent: {len(agents)} given for {len(engines)} engines")
+    replicas = [{"id": f"replica-{at}", "engine": url} for at, url in enumerate(engines)]
+    for replica, agent in zip(replicas, agents, strict=False):
+        replica["agent"] = agent
+    return replicas
+
+
+def _usage(message: str) -> GatewayError:
+    from gateway.errors import SettingsError
+
+    return SettingsError(message)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from gateway.demo.run import run
+
+    return run(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    import httpx
+    import msgspec
+
+    from gateway.duplication.report import DuplicationReport, render_text
+
+    try:
+        response = httpx.get(f"{options.admin}/admin/duplication", params={"top": options.top}, trust_env=False)
+        response.raise_for_status()
+        report = msgspec.json.decode(response.content, type=DuplicationReport)
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError) as error:
+        print(f"prefix-gateway: --admin {options.admin}: {error}", file=sys.stderr)
+        return 1
+    print(response.text if options.json else render_text(report))
+    return 0

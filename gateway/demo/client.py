@@ -1,0 +1,119 @@
+"""Asks the demo's questions through the gateway, and reads what became of each from its receipt."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from gateway.demo.questions import Document
+
+INSTRUCTION = "Answer the question from the document below in one short sentence."
+MAX_TOKENS = 16
+ANSWER_TIMEOUT_S = 300.0
+RECEIPT_TRIES = 100
+
+
+class DemoError(Exception):
+    """The scenario could not be played to its end; says at which step."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered question: what the gateway predicted, what the engine counted, and how long the first token took."""
+
+    document: str
+    replica: str
+    reason: str
+    home: str
+    ring: tuple[str, ...]
+    predicted: int
+    cached: int
+    prompt_tokens: int
+    ttft_s: float
+
+    @property
+    def uncached(self) -> int:
+        """Prompt tokens that the engine had to compute."""
+        return self.prompt_tokens - self.cached
+
+
+def messages(document: Document, question: str) -> list[dict[str, str]]:
+    """A chat about one document: the document is the prefix that its questions share."""
+    return [
+        {"role": "system", "content": f"{INSTRUCTION}\n\n# {document.title}\n\n{document.text}"},
+        {"role": "user", "content": question},
+    ]
+
+
+class DemoClient:
+    """A client of one gateway. Owns its connections."""
+
+    def __init__(self, url: str, admin_url: str, model: str) -> None:
+        self._url = url
+        self._admin_url = admin_url
+        self._model = model
+        self._http = httpx.AsyncClient(trust_env=False, timeout=ANSWER_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _body(self, document: Document, question: str, max_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": messages(document, question),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+
+    async def ask(
+        self, document: Document, question: str, *, pin: str | None = None, max_tokens: int = MAX_TOKENS
+    ) -> Answer:
+        """Ask, read the whole answer, and fetch the receipt. Raises DemoError when either is not there."""
+        headers = {"x-gateway-pin": pin} if pin else {}
+        body = self._body(document, question, max_tokens)
+        async with self._http.stream(
+            "POST", f"{self._url}/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            answer = await response.aread()
+        if response.status_code != 200 or b"data: [DONE]" not in answer:
+            raise DemoError(f"asking about {document.name}: {response.status_code} {answer[-300:].decode()}")
+        receipt = await self._receipt(response.headers["x-request-id"])
+        return Answer(
+            document=document.name,
+            replica=receipt["replica"],
+            reason=receipt["reason"],
+            home=receipt["home"],
+            ring=tuple(receipt["ring"]),
+            predicted=receipt["predicted_cached_tokens"],
+            cached=receipt["cached_tokens"],
+            prompt_tokens=receipt["prompt_tokens"],
+            ttft_s=receipt["ttft_s"],
+        )
+
+    async def _receipt(self, request_id: str) -> Any:
+        """The receipt is written just after the last byte was sent."""
+        for _ in range(RECEIPT_TRIES):
+            response = await self._http.get(f"{self._admin_url}/admin/receipts/{request_id}")
+            if response.status_code == 200:
+                return response.json()
+            await asyncio.sleep(0.02)
+        raise DemoError(f"the gateway has no receipt for {request_id}")
+
+    async def explain(self, document: Document, question: str) -> dict[str, Any]:
+        """Where the question would go now."""
+        body = self._body(document, question, MAX_TOKENS)
+        response = await self._http.post(f"{self._admin_url}/admin/explain", json=body)
+        response.raise_for_status()
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def get(self, path: str) -> Any:
+        """A JSON answer of the admin API."""
+        response = await self._http.get(f"{self._admin_url}{path}")
+        response.raise_for_status()
+        return response.json()

@@ -1,0 +1,125 @@
+"""What the demo plays: the same questions scattered and routed, a hot document, and what it all cost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from gateway.demo.client import Answer, DemoClient, DemoError
+from gateway.demo.questions import DOCUMENTS, Document
+from gateway.demo.recount import Recount, recount
+from gateway.demo.screen import Screen
+
+BURST = 10
+BURST_TOKENS = 48
+"""A burst of this many questions about one document at once, with answers long enough to overlap."""
+
+QUIET_S = 10.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One way of playing the questions: the answers, and what the caches held afterwards."""
+
+    name: str
+    openings: Sequence[Answer]
+    followups: Sequence[Answer]
+    recount: Recount
+
+    @property
+    def uncached_followups(self) -> int:
+        """Prompt tokens of the follow-ups that engines had to compute."""
+        return sum(answer.uncached for answer in self.followups)
+
+    @property
+    def ttft_s(self) -> float:
+        """Median time to the first token of the follow-ups."""
+        return statistics.median(answer.ttft_s for answer in self.followups)
+
+
+@dataclass(frozen=True)
+class Spill:
+    """The burst on one document: its home, who answered, and where the question after it went."""
+
+    document: str
+    home: str
+    next: str
+    burst: Sequence[Answer]
+    after: Answer
+
+    @property
+    def spilled(self) -> list[Answer]:
+        """The burst's answers that did not come from the home."""
+        return [answer for answer in self.burst if answer.replica != self.home]
+
+
+@dataclass
+class Scenario:
+    """Plays the phases against a running deployment. `lines` of output go to the screen."""
+
+    client: DemoClient
+    engines: Sequence[str]
+    http: httpx.AsyncClient
+    screen: Screen
+    followups: int
+    seed: int
+    replicas: Sequence[str] = field(default_factory=list)
+
+    async def scattered(self) -> Phase:
+        """Round-robin over a shuffled order. A cyclic order would always send a document to the same replica, and give
+        round-robin an affinity that it does not have."""
+        turn = iter(range(1_000_000))
+        return await self._phase("scattered", lambda: self.replicas[next(turn) % len(self.replicas)])
+
+    async def routed(self) -> Phase:
+        """The gateway's own choice."""
+        return await self._phase("routed", lambda: None)
+
+    async def _phase(self, name: str, pin: Callable[[], str | None]) -> Phase:
+        await self._empty_caches()
+        rng = random.Random(self.seed)
+        openings = [(document, document.questions[0]) for document in DOCUMENTS]
+        followups = [(d, q) for d in DOCUMENTS for q in d.questions[1 : 1 + self.followups]]
+        rng.shuffle(openings)
+        rng.shuffle(followups)
+        answers = [await self._ask(document, question, pin()) for document, question in openings + followups]
+        counted = await recount(self.http, self.engines, self._ledger_bytes)
+        return Phase(name, answers[: len(openings)], answers[len(openings) :], counted)
+
+    async def _ask(self, document: Document, question: str, pin: str | None) -> Answer:
+        answer = await self.client.ask(document, question, pin=pin)
+        self.screen.answer(answer)
+        return answer
+
+    async def spill(self) -> Spill:
+        """Ask about one document many times at once: its home takes what its bound allows, the ring's next the rest."""
+        document = DOCUMENTS[0]
+        before = (await self.client.explain(document, document.questions[0]))["placement"]
+        ring, home = before["ring"], before["home"]
+        following = ring[(ring.index(home) + 1) % len(ring)]
+        asked = [document.questions[at % len(document.questions)] for at in range(BURST)]
+        burst = await asyncio.gather(
+            *(self.client.ask(document, question, max_tokens=BURST_TOKENS) for question in asked)
+        )
+        for answer in burst:
+            self.screen.answer(answer)
+        after = await self._ask(document, document.questions[1], None)
+        return Spill(document.name, home, following, burst, after)
+
+    async def _empty_caches(self) -> None:
+        for engine in self.engines:
+            (await self.http.post(f"{engine}/reset_prefix_cache")).raise_for_status()
+        for _ in range(int(QUIET_S / 0.05)):
+            found = await self.client.get("/admin/replicas")
+            if not any(replica["held_blocks"] for replica in found["replicas"]):
+                return
+            await asyncio.sleep(0.05)
+        raise DemoError("the caches were reset, but the gateway still counts blocks as held")
+
+    async def _ledger_bytes(self) -> int:
+        return int((await self.client.get("/admin/duplication?top=0"))["excess_bytes"])

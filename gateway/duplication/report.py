@@ -1,0 +1,167 @@
+"""The duplication report: JSON for `GET /admin/duplication`, text for a terminal."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.duplication.history import History, Window
+from gateway.duplication.ledger import Ledger
+from gateway.duplication.prefixes import SharedPrefix
+from kvstore.messages import Tier
+
+MIB = 1 << 20
+
+
+class ModelDuplication(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one model in one tier: held by all replicas, distinct, and the difference."""
+
+    model: str
+    tier: str
+    held_bytes: int
+    distinct_bytes: int
+    excess_bytes: int
+
+
+class ReplicaDuplication(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes one replica holds in one tier."""
+
+    replica: str
+    tier: str
+    held_bytes: int
+
+
+class PairDuplication(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that two replicas both hold in one tier. Pairs overlap: they do not add up to the excess."""
+
+    tier: str
+    replicas: tuple[str, str]
+    shared_bytes: int
+
+
+class PrefixDuplication(msgspec.Struct, frozen=True, kw_only=True):
+    """One shared prefix (`SharedPrefix`); `key` is its last RouteKey in hexadecimal."""
+
+    key: str
+    model: str
+    tier: str
+    depth_tokens: int
+    tokens: int
+    copies: int
+    holders: list[str]
+    excess_bytes: int
+
+
+class DuplicationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known about duplicated KV now. All sizes are bytes; every list is sorted, the largest first."""
+
+    held_bytes: int
+    distinct_bytes: int
+    excess_bytes: int
+    models: list[ModelDuplication]
+    replicas: list[ReplicaDuplication]
+    pairs: list[PairDuplication]
+    prefixes: list[PrefixDuplication]
+    window: Window | None = None
+
+
+def build_report(
+    ledger: Ledger, *, top: int = 20, history: History | None = None, window_s: float = 3600.0
+) -> DuplicationReport:
+    """The report now, with the `top` prefixes and pairs, and the mean and maximum of the last `window_s`."""
+    totals = ledger.totals()
+    models = [
+        ModelDuplication(
+            model=model, tier=_name(tier), held_bytes=t.held, distinct_bytes=t.distinct, excess_bytes=t.excess
+        )
+        for (model, tier), t in totals.items()
+        if t.held
+    ]
+    replicas = [
+        ReplicaDuplication(replica=replica, tier=_name(tier), held_bytes=held)
+        for (replica, tier), held in ledger.replica_bytes().items()
+    ]
+    pairs = [
+        PairDuplication(tier=_name(tier), replicas=(first, second), shared_bytes=shared)
+        for (tier, first, second), shared in ledger.pairs().items()
+    ]
+    return DuplicationReport(
+        held_bytes=sum(t.held for t in totals.values()),
+        distinct_bytes=sum(t.distinct for t in totals.values()),
+        excess_bytes=ledger.excess,
+        models=sorted(models, key=lambda m: (-m.excess_bytes, m.model, m.tier)),
+        replicas=sorted(replicas, key=lambda r: (-r.held_bytes, r.replica, r.tier)),
+        pairs=sorted(pairs, key=lambda p: (-p.shared_bytes, p.replicas, p.tier))[:top],
+        prefixes=[_prefix(prefix) for prefix in ledger.prefixes(top)],
+        window=history.window(window_s) if history is not None else None,
+    )
+
+
+def render_text(report: DuplicationReport) -> str:
+    """The report as a plain table for a terminal, sizes in MiB."""
+    lines = [
+        f"KV held     {_mib(report.held_bytes)} MiB",
+        f"distinct    {_mib(report.distinct_bytes)} MiB",
+        f"duplicated  {_mib(report.excess_bytes)} MiB  ({_share(report.excess_bytes, report.held_bytes)} of held)",
+    ]
+    if report.window is not None:
+        w = report.window
+        lines.append(
+            f"last {w.seconds:,.0f} s: mean {_mib(w.mean_bytes).strip()} MiB, most {_mib(w.max_bytes).strip()} MiB"
+        )
+    if report.models:
+        rows = [
+            [m.model, m.tier, _mib(m.held_bytes), _mib(m.distinct_bytes), _mib(m.excess_bytes)] for m in report.models
+        ]
+        lines += _table(["model", "tier", "held MiB", "distinct MiB", "duplicated MiB"], rows, text_columns=2)
+    if report.replicas:
+        rows = [[r.replica, r.tier, _mib(r.held_bytes)] for r in report.replicas]
+        lines += _table(["replica", "tier", "held MiB"], rows, text_columns=2)
+    if report.pairs:
+        rows = [[f"{p.replicas[0]} + {p.replicas[1]}", p.tier, _mib(p.shared_bytes)] for p in report.pairs]
+        lines += _table(["both hold", "tier", "MiB"], rows, text_columns=2)
+    if report.prefixes:
+        rows = [
+            [p.key, p.model, p.tier, f"{p.depth_tokens:,}", f"{p.tokens:,}", str(p.copies), _mib(p.excess_bytes)]
+            for p in report.prefixes
+        ]
+        headers = ["shared prefix", "model", "tier", "depth tokens", "tokens", "copies", "duplicated MiB"]
+        lines += _table(headers, rows, text_columns=3)
+    return "\n".join(lines) + "\n"
+
+
+def _prefix(prefix: SharedPrefix) -> PrefixDuplication:
+    return PrefixDuplication(
+        key=f"{prefix.key:016x}",
+        model=prefix.model,
+        tier=_name(prefix.tier),
+        depth_tokens=prefix.depth_tokens,
+        tokens=prefix.tokens,
+        copies=prefix.copies,
+        holders=prefix.holders,
+        excess_bytes=prefix.excess_bytes,
+    )
+
+
+def _name(tier: Tier) -> str:
+    return tier.name.lower()
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.1f}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "0.0%"
+
+
+def _table(headers: list[str], rows: list[list[str]], *, text_columns: int) -> list[str]:
+    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
+
+    def line(row: list[str]) -> str:
+        cells = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return ["", line(headers), *(line(row) for row in rows)]

@@ -1,0 +1,67 @@
+"""Finds out which engines answer, and what they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import httpx
+import msgspec
+
+from gateway.fleet.replica import Replica
+
+log = logging.getLogger(__name__)
+
+PROBE_EVERY_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+
+
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+class EngineHealth:
+    """Probes every engine's `/v1/models`: an engine is up when it names a model.
+
+    Owns `Replica.engine_up`, `engine_error` and `models`, together with `failed`, which the request path calls when a
+    connection is refused, so that a dead engine is left at once and taken back by the next good probe.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, on_up: Callable[[Replica], None] | None = None) -> None:
+        self._client = client
+        self._on_up = on_up
+
+    async def watch(self, replicas: Iterable[Replica]) -> None:
+        """Probe all replicas until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for replica in replicas:
+                group.create_task(self._watch(replica), name=f"health {replica.id}")
+
+    async def _watch(self, replica: Replica) -> None:
+        while True:
+            await self.probe(replica)
+            await asyncio.sleep(PROBE_EVERY_S if replica.engine_up else PROBE_EVERY_S / 4)
+
+    async def probe(self, replica: Replica) -> None:
+        """Ask once."""
+        try:
+            response = await self._client.get(replica.engine.join("/v1/models"), timeout=PROBE_TIMEOUT_S)
+            response.raise_for_status()
+            cards = msgspec.json.decode(response.content, type=_ModelList).data
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            self.failed(replica, f"{type(error).__name__}: {error}")
+            return
+        replica.models = {str(card["id"]): card for card in cards if "id" in card}
+        if not replica.engine_up:
+            log.info("engine of %s is up: %s", replica.id, ", ".join(replica.models))
+            replica.engine_up, replica.engine_error = True, ""
+            if self._on_up is not None:
+                self._on_up(replica)
+
+    def failed(self, replica: Replica, why: str) -> None:
+        """The engine did not answer; place nothing there until a probe succeeds."""
+        if replica.engine_up:
+            log.warning("engine of %s is down: %s", replica.id, why)
+        replica.engine_up, replica.engine_error = False, why

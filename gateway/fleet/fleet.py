@@ -1,0 +1,104 @@
+"""The replicas behind this gateway, and what is known of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx
+
+from gateway.duplication.ledger import Ledger
+from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.model_profiles import ModelProfiles
+from gateway.fleet.replica import Replica
+from gateway.fleet.report_stream import ReportStream
+from gateway.identity.prompt import IdentityMode
+from gateway.placement.index import PrefixIndex
+from gateway.placement.placement import Claims, ReplicaView
+from gateway.settings import Settings
+from kvstore.messages import Hello, Tier
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Owns the replicas and the tasks that watch them; `run` keeps all of it true until cancelled."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: PrefixIndex,
+        ledger: Ledger,
+        profiles: ModelProfiles,
+        health: EngineHealth,
+        client: httpx.AsyncClient,
+    ) -> None:
+        self._index = index
+        self._ledger = ledger
+        self._health = health
+        self.replicas = {each.id: Replica(each) for each in settings.replicas}
+        self.streams: dict[str, ReportStream] = {}
+        for replica in self.replicas.values():
+            index.add_replica(replica.id)
+            if replica.agent is not None:
+                self.streams[replica.id] = ReportStream(
+                    replica,
+                    replica.agent,
+                    index,
+                    client,
+                    token=settings.agent_token,
+                    route_seed=settings.placement.route_seed,
+                    on_hello=self._register,
+                    on_model_files=profiles.learn,
+                )
+
+    async def run(self) -> None:
+        """Watch engines and agents until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._health.watch(self.replicas.values()), name="engine health")
+            for stream in self.streams.values():
+                group.create_task(stream.follow(), name=f"reports {stream.replica_id}")
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """The model cards of all engines that are up, by id."""
+        cards: dict[str, dict[str, Any]] = {}
+        for replica in self.replicas.values():
+            if replica.engine_up:
+                cards |= {name: card for name, card in replica.models.items() if name not in cards}
+        return cards
+
+    def knows(self, model: str) -> bool:
+        """Whether any replica, up or down, is known to serve this model."""
+        return any(model in replica.models for replica in self.replicas.values())
+
+    def serving(self, model: str) -> list[Replica]:
+        """Replicas that may take a request for this model now."""
+        return [each for each in self.replicas.values() if each.engine_up and model in each.models]
+
+    def has_agents(self, model: str) -> bool:
+        """Whether any replica of this model has an agent, connected or not."""
+        return any(each.agent is not None and model in each.models for each in self.replicas.values())
+
+    def views(self, model: str, mode: IdentityMode) -> list[ReplicaView]:
+        """What the placer is told: how full each replica is, and whose word there is for what it holds."""
+        return [
+            replica.view(_claims(replica, mode), self._index.held_blocks(replica.id, Tier.HBM))
+            for replica in self.serving(model)
+        ]
+
+    def ready(self) -> bool:
+        """Whether any engine is up."""
+        return any(replica.engine_up for replica in self.replicas.values())
+
+    def _register(self, replica: Replica, hello: Hello) -> None:
+        model = hello.models[0] if hello.models else "unknown"
+        self._ledger.register(replica.id, model=model, block_bytes=replica.block_bytes, block_tokens=hello.block_size)
+
+
+def _claims(replica: Replica, mode: IdentityMode) -> Claims:
+    if mode is IdentityMode.HASH:
+        return Claims.NONE
+    if mode is IdentityMode.EXACT and replica.reporting:
+        return Claims.REPORTS
+    return Claims.LEARNED

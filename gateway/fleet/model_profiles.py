@@ -1,0 +1,111 @@
+"""Learns tokenizers and templates from the agents, and keeps proving that they give the engines' token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx
+import msgspec
+
+from gateway.errors import IdentityUnavailable
+from gateway.fleet.replica import Replica
+from gateway.identity import parity
+from gateway.identity.identifier import Identifier
+from gateway.identity.prompt import PromptRequest
+from kvstore.messages import ModelFiles
+
+log = logging.getLogger(__name__)
+
+TOKENIZE_TIMEOUT_S = 30.0
+UNPROVEN = "not compared with an engine yet"
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class ModelProfiles:
+    """Owns which model files are loaded and the proof of parity with each engine.
+
+    A model is identified exactly only after an engine agreed on every probe, and while every engine that was asked
+    agrees; the first disagreement puts it back to text mode until other files are loaded, and `/admin/replicas` shows
+    it.
+    """
+
+    def __init__(self, identifier: Identifier, client: httpx.AsyncClient, sample_every: int) -> None:
+        self._identifier = identifier
+        self._client = client
+        self._sample_every = sample_every
+        self._digests: dict[str, str] = {}
+        self._proven: set[tuple[str, str]] = set()
+        self._disproven: set[str] = set()
+        self._prompts = 0
+        self._sampling: asyncio.Task[None] | None = None
+        self.samples = 0
+        self.mismatches = 0
+
+    async def learn(self, replica: Replica, files: ModelFiles) -> None:
+        """Load the files if they are new, and prove parity with this replica's engine."""
+        model = files.model
+        if self._digests.get(model) != files.digest:
+            self._digests[model] = files.digest
+            self._disproven.discard(model)
+            self._proven = {pair for pair in self._proven if pair[1] != model}
+            try:
+                await self._identifier.load(files)
+            except IdentityUnavailable as error:
+                del self._digests[model]
+                log.warning("model %s is identified by text: its files cannot be used: %s", model, error)
+                return
+            self._identifier.set_parity(model, False, UNPROVEN)
+        if (replica.id, model) in self._proven:
+            return
+        report = await parity.check(self._identifier, model, lambda body: self._tokenize(replica, body))
+        if report.ok and model not in self._disproven:
+            self._proven.add((replica.id, model))
+            self._identifier.set_parity(model, True, str(report))
+        elif not report.ok:
+            self._disprove(replica, model, str(report))
+
+    def sample(self, replica: Replica, prompt: PromptRequest) -> None:
+        """Of every so many prompts, compare one with its engine's own token ids, in the background."""
+        self._prompts += 1
+        if self._prompts % self._sample_every == 0 and self._sampling is None:
+            self._sampling = asyncio.create_task(self._compare(replica, prompt), name="parity sample")
+
+    async def close(self) -> None:
+        """End a comparison that is under way."""
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)
+
+    async def _compare(self, replica: Replica, prompt: PromptRequest) -> None:
+        try:
+            agrees = await parity.sample(self._identifier, prompt, lambda body: self._tokenize(replica, body))
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            log.debug("parity sample on %s skipped: %s", replica.id, error)
+            return
+        finally:
+            self._sampling = None
+        self.samples += agrees is not None
+        if agrees is False:
+            self.mismatches += 1
+            self._disprove(replica, prompt.model, "a sampled request has other token ids")
+
+    async def _tokenize(self, replica: Replica, body: dict[str, Any]) -> list[int]:
+        response = await self._client.post(
+            replica.engine.join("/tokenize"),
+            content=msgspec.json.encode(body),
+            headers={"content-type": "application/json"},
+            timeout=TOKENIZE_TIMEOUT_S,
+        )
+        response.raise_for_status()
+        return msgspec.json.decode(response.content, type=_Tokens).tokens
+
+    def _disprove(self, replica: Replica, model: str, why: str) -> None:
+        log.warning("model %s is identified by text: token ids differ from those of %s: %s", model, replica.id, why)
+        self._disproven.add(model)
+        self._proven.discard((replica.id, model))
+        self._identifier.set_parity(model, False, f"{replica.id}: {why}")

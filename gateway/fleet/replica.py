@@ -1,0 +1,72 @@
+"""One replica as the gateway knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from gateway.fleet.inflight import InFlight
+from gateway.fleet.speed import PrefillSpeed
+from gateway.placement.placement import Claims, ReplicaView
+from gateway.settings import ReplicaSettings
+from kvstore.identity import UNIT_TOKENS
+from kvstore.messages import Heartbeat, Hello
+
+INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
+"""Assumed until a prefill has been seen; mostly the ratio between replicas matters to placement, not the figure."""
+
+
+class Replica:
+    """What is known of one replica.
+
+    `engine_up` and `models` are written by the health prober and by a failed connection, `hello`, `heartbeat` and
+    `reporting` by its report stream, `load` and `speed` by the request path. Everything runs on one event loop.
+    """
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self.id = settings.id
+        self.weight = settings.weight
+        self.engine = httpx.URL(settings.engine)
+        self.agent = httpx.URL(settings.agent) if settings.agent else None
+        self.engine_up = False
+        self.engine_error = "not probed yet"
+        self.models: dict[str, dict[str, Any]] = {}
+        self.hello: Hello | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.reporting = False
+        self.agent_error = "" if self.agent is None else "not connected yet"
+        self.load = InFlight()
+        self.speed = PrefillSpeed(INITIAL_PREFILL_TOKENS_PER_S)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in an engine block; one RouteKey unit until the agent has said."""
+        return self.hello.block_size if self.hello else UNIT_TOKENS
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV in one block, 0 while the geometry is unknown."""
+        geometry = self.hello.geometry if self.hello else None
+        return geometry.block_bytes(self.block_size) if geometry else 0
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks in the engine's pool, 0 while unknown."""
+        if self.heartbeat is not None:
+            return self.heartbeat.capacity_blocks
+        return self.hello.capacity_blocks if self.hello else 0
+
+    def view(self, claims: Claims, held_blocks: int) -> ReplicaView:
+        """What the placer is told about this replica now."""
+        return ReplicaView(
+            id=self.id,
+            claims=claims,
+            weight=self.weight,
+            queued_prefill_tokens=self.load.prefill_tokens,
+            running=self.load.sequences,
+            prefill_tokens_per_s=self.speed.tokens_per_s,
+            block_units=max(1, self.block_size // UNIT_TOKENS),
+            capacity_blocks=self.capacity_blocks,
+            held_blocks=held_blocks,
+        )

@@ -1,0 +1,158 @@
+"""The gateway's Prometheus metrics. Labels are bounded: replicas, reasons, modes, outcomes and models of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.identity.prompt import IdentityMode
+
+if TYPE_CHECKING:
+    from gateway.duplication.ledger import Ledger
+    from gateway.fleet.fleet import Fleet
+    from gateway.fleet.model_profiles import ModelProfiles
+    from gateway.identity.identifier import Identifier
+    from gateway.path.account import Receipt
+
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class GatewayMetrics:
+    """Counters fed by finished requests. Owns its registry, so that several gateways can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self._requests = Counter(
+            "prefix_gateway_requests",
+            "Requests by where they went, why, how they were identified and how they ended.",
+            ["replica", "reason", "identity", "outcome"],
+            registry=self.registry,
+        )
+        self._retries = Counter("prefix_gateway_retries", "Attempts beyond a request's first.", registry=self.registry)
+        self._fallbacks = Counter(
+            "prefix_gateway_identity_fallbacks",
+            "Prompts not identified exactly, by reason.",
+            ["why"],
+            registry=self.registry,
+        )
+        self._prompt = Counter("prefix_gateway_prompt_tokens", "Prompt tokens.", ["replica"], registry=self.registry)
+        self._cached = Counter(
+            "prefix_gateway_cached_tokens",
+            "Prompt tokens taken from the replica's cache, as the engine says.",
+            ["replica"],
+            registry=self.registry,
+        )
+        self._predicted = Counter(
+            "prefix_gateway_predicted_cached_tokens",
+            "Prompt tokens expected to be cached, where the engine's own figure is known too.",
+            ["replica"],
+            registry=self.registry,
+        )
+        self._error = Histogram(
+            "prefix_gateway_prediction_error_tokens",
+            "Absolute difference between predicted and actual cached tokens.",
+            buckets=(0, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384),
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "prefix_gateway_ttft_seconds",
+            "Time to the first byte of a streamed answer.",
+            ["replica"],
+            buckets=TTFT_BUCKETS,
+            registry=self.registry,
+        )
+
+    def watch(self, fleet: Fleet, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles) -> None:
+        """Export the state of these at every scrape."""
+        self.registry.register(_StateCollector(fleet, ledger, identifier, profiles))
+
+    def request_done(self, receipt: Receipt) -> None:
+        """Count one finished request."""
+        replica = receipt.replica or ""
+        self._requests.labels(replica, receipt.reason or "", receipt.identity or "", receipt.outcome).inc()
+        if len(receipt.tried) > 1:
+            self._retries.inc(len(receipt.tried) - 1)
+        if receipt.identity_fallback:
+            self._fallbacks.labels(receipt.identity_fallback).inc()
+        if receipt.stream and receipt.ttft_s is not None:
+            self._ttft.labels(replica).observe(receipt.ttft_s)
+        if receipt.cached_tokens is None or receipt.prompt_tokens is None:
+            return
+        predicted = receipt.predicted_cached_tokens or 0
+        self._prompt.labels(replica).inc(receipt.prompt_tokens)
+        self._cached.labels(replica).inc(receipt.cached_tokens)
+        self._predicted.labels(replica).inc(predicted)
+        self._error.observe(abs(predicted - receipt.cached_tokens))
+
+
+class _StateCollector(Collector):
+    """Gauges read from the live objects when scraped."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._identifier = identifier
+        self._profiles = profiles
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._replicas()
+        yield from self._duplication()
+        exact = GaugeMetricFamily(
+            "prefix_gateway_identity_exact", "1 while token ids are proven equal to the engines'.", labels=["model"]
+        )
+        for model, state in self._identifier.modes().items():
+            exact.add_metric([model], float(state.mode is IdentityMode.EXACT))
+        yield exact
+        yield CounterMetricFamily(
+            "prefix_gateway_parity_mismatches",
+            "Sampled requests whose token ids were not the engine's.",
+            value=self._profiles.mismatches,
+        )
+        yield CounterMetricFamily(
+            "prefix_gateway_identity_worker_kills",
+            "Identity workers killed at their deadline.",
+            value=self._identifier.stats.deadline_kills,
+        )
+
+    def _replicas(self) -> Iterator[Metric]:
+        def gauge(name: str, text: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"prefix_gateway_replica_{name}", text, labels=["replica"])
+
+        up = gauge("up", "1 while the engine answers.")
+        reporting = gauge("reporting", "1 while the agent's reports are followed.")
+        sequences = gauge("running_sequences", "Requests of this gateway in flight.")
+        tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens in flight before their first token.")
+        speed = gauge("prefill_tokens_per_second", "Fitted prefill speed.")
+        snapshots = CounterMetricFamily("prefix_gateway_report_snapshots", "Snapshots applied.", labels=["replica"])
+        losses = CounterMetricFamily(
+            "prefix_gateway_report_losses", "Report streams lost, by what was wrong.", labels=["replica", "why"]
+        )
+        for replica in self._fleet.replicas.values():
+            up.add_metric([replica.id], float(replica.engine_up))
+            reporting.add_metric([replica.id], float(replica.reporting))
+            sequences.add_metric([replica.id], replica.load.sequences)
+            tokens.add_metric([replica.id], replica.load.prefill_tokens)
+            speed.add_metric([replica.id], replica.speed.tokens_per_s)
+        for stream in self._fleet.streams.values():
+            snapshots.add_metric([stream.replica_id], stream.snapshots)
+            for why, count in stream.losses.items():
+                losses.add_metric([stream.replica_id, why], count)
+        yield from (up, reporting, sequences, tokens, speed, snapshots, losses)
+
+    def _duplication(self) -> Iterator[Metric]:
+        labels = ["model", "tier"]
+        excess = GaugeMetricFamily("prefix_gateway_kv_excess_bytes", "KV held beyond one copy.", labels=labels)
+        held = GaugeMetricFamily("prefix_gateway_kv_held_bytes", "KV held, all copies.", labels=labels)
+        for (model, tier), totals in self._ledger.totals().items():
+            excess.add_metric([model, tier.name.lower()], totals.excess)
+            held.add_metric([model, tier.name.lower()], totals.held)
+        yield from (excess, held)

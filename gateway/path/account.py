@@ -1,0 +1,128 @@
+"""Last step, in a `finally`: whatever happened, give back what was taken and note what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.model_profiles import ModelProfiles
+from gateway.identity.prompt import IdentityMode
+from gateway.metrics import GatewayMetrics
+from gateway.path.exchange import Exchange
+from gateway.path.place import Place
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """What was decided about a request and what came of it. Times are seconds, `at` is Unix time.
+
+    `cached_tokens` is the engine's own figure, None where it gave none; `ttft_s` is the first byte of the body.
+    """
+
+    request_id: str
+    at: float
+    model: str
+    path: str
+    stream: bool
+    status: int
+    outcome: str
+    identity: IdentityMode | None
+    identity_fallback: str
+    replica: str | None
+    reason: str | None
+    home: str | None
+    ring: list[str]
+    tried: list[str]
+    prompt_tokens: int | None
+    predicted_cached_tokens: int | None
+    cached_tokens: int | None
+    predicted_ttft_s: float | None
+    ttft_s: float | None
+    duration_s: float
+
+
+class Receipts:
+    """The last receipts by request id. Owns at most `limit`; the oldest go first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, Receipt] = OrderedDict()
+
+    def add(self, receipt: Receipt) -> None:
+        """Keep one; a repeated request id replaces the one before."""
+        self._kept[receipt.request_id] = receipt
+        self._kept.move_to_end(receipt.request_id)
+        if len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+
+    def get(self, request_id: str) -> Receipt | None:
+        """The receipt, None when unknown or dropped."""
+        return self._kept.get(request_id)
+
+
+class Account:
+    """Ends an exchange: frees its place, feeds the fitted speed, the metrics and the receipt."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        place: Place,
+        profiles: ModelProfiles,
+        metrics: GatewayMetrics,
+        receipts: Receipts,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._fleet = fleet
+        self._place = place
+        self._profiles = profiles
+        self._metrics = metrics
+        self._receipts = receipts
+        self._now = now
+
+    def close(self, exchange: Exchange) -> Receipt:
+        """Call once, when the client has been answered or is gone."""
+        self._place.unplace(exchange)
+        receipt = self._receipt(exchange)
+        if exchange.outcome == "ok":
+            self._learn(exchange, receipt)
+        self._receipts.add(receipt)
+        self._metrics.request_done(receipt)
+        return receipt
+
+    def _learn(self, exchange: Exchange, receipt: Receipt) -> None:
+        assert receipt.replica is not None
+        replica = self._fleet.replicas[receipt.replica]
+        alone = exchange.queue_free and not exchange.retries and exchange.stream
+        if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
+            replica.speed.observe((receipt.prompt_tokens or 0) - receipt.cached_tokens, receipt.ttft_s)
+        if exchange.identity is not None and exchange.identity.mode is IdentityMode.EXACT:
+            assert exchange.prompt is not None
+            self._profiles.sample(replica, exchange.prompt)
+
+    def _receipt(self, exchange: Exchange) -> Receipt:
+        identity, placement, usage = exchange.identity, exchange.placement, exchange.usage
+        return Receipt(
+            request_id=exchange.request_id,
+            at=self._now(),
+            model=exchange.model,
+            path=exchange.path,
+            stream=exchange.stream,
+            status=exchange.status,
+            outcome=exchange.outcome,
+            identity=identity.mode if identity else None,
+            identity_fallback=identity.fallback if identity else "",
+            replica=placement.replica if placement else None,
+            reason=placement.reason if placement else None,
+            home=placement.home if placement else None,
+            ring=placement.ring if placement else [],
+            tried=exchange.tried,
+            prompt_tokens=usage.prompt_tokens if usage else (identity.tokens if identity else None),
+            predicted_cached_tokens=placement.predicted_cached_tokens if placement else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            predicted_ttft_s=placement.predicted_ttft_s if placement else None,
+            ttft_s=exchange.first_byte_s,
+            duration_s=exchange.elapsed(),
+        )

@@ -1,0 +1,183 @@
+"""Fourth step: send the request to the replica and its answer to the client, byte by byte as it comes."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+
+from gateway.errors import RequestError, UpstreamError
+from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.path import headers
+from gateway.path.body import STRIPPED, Body
+from gateway.path.event_stream import EventRelay
+from gateway.path.exchange import Exchange
+from gateway.path.place import Place
+from gateway.path.retry_budget import RetryBudget
+from gateway.path.upstream import Upstream
+from gateway.path.usage import read_reply
+
+RETRIED_STATUS = frozenset({502, 503})
+"""An engine that answers so has not begun on the request."""
+
+MAX_BUFFERED_REPLY = 8 * 1024 * 1024
+"""A longer reply that is no stream is passed on without waiting for its usage."""
+
+_decode_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
+_STATUS_OF = {"timeout": (504, "upstream_timeout"), "connect": (503, "upstream_unreachable")}
+
+
+class Forward:
+    """Answers the client from the placed replica, trying others as long as nothing has been answered."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        fleet: Fleet,
+        health: EngineHealth,
+        place: Place,
+        budget: RetryBudget,
+        *,
+        observe_usage: bool,
+    ) -> None:
+        self._upstream = upstream
+        self._fleet = fleet
+        self._health = health
+        self._place = place
+        self._budget = budget
+        self._observe_usage = observe_usage
+
+    async def forward(self, exchange: Exchange) -> None:
+        """Raises RequestError 502-504 when no replica answered; once an answer has begun it is ended here."""
+        assert exchange.body is not None
+        body, drop_usage = self._body(exchange.body, exchange.stream)
+        query = exchange.scope.get("query_string", b"").decode("latin-1")
+        path = f"{exchange.path}?{query}" if query else exchange.path
+        sent_headers = headers.to_engine(exchange.scope["headers"], exchange.request_id)
+        self._budget.request()
+        while True:
+            assert exchange.placement is not None
+            replica = self._fleet.replicas[exchange.placement.replica]
+            try:
+                response = await self._upstream.send(replica, "POST", path, sent_headers, body)
+            except UpstreamError as error:
+                if error.kind == "connect":
+                    self._health.failed(replica, str(error))
+                self._retry_or_raise(exchange, error)
+                continue
+            try:
+                if response.status_code in RETRIED_STATUS and self._may_retry(exchange):
+                    self._again(exchange)
+                    continue
+                await self._relay(exchange, replica, response, drop_usage)
+            except UpstreamError as error:
+                if exchange.started:
+                    raise
+                self._retry_or_raise(exchange, error)
+                continue
+            finally:
+                await response.aclose()
+            return
+
+    def _body(self, body: Body, stream: bool) -> tuple[bytes, bool]:
+        """The body for the engine, and whether the gateway asked for a usage chunk that the client did not ask for."""
+        remove = STRIPPED & {field.key for field in body.fields}
+        put: dict[str, bytes] = {}
+        if stream and self._observe_usage:
+            try:
+                options = _decode_options(body.get("stream_options") or b"null") or {}
+            except msgspec.MsgspecError as error:
+                raise RequestError(
+                    400, "stream_options must be an object", param="stream_options", code="invalid_type"
+                ) from error
+            if bytes(options.get("include_usage", b"")) != b"true":
+                options["include_usage"] = msgspec.Raw(b"true")
+                put["stream_options"] = msgspec.json.encode(options)
+        return (body.edited(remove, put) if remove or put else body.raw), bool(put)
+
+    def _may_retry(self, exchange: Exchange) -> bool:
+        untried = {replica.id for replica in self._fleet.serving(exchange.model)} - set(exchange.tried)
+        return bool(untried) and self._budget.take()
+
+    def _again(self, exchange: Exchange) -> None:
+        self._place.unplace(exchange)
+        self._place.place(exchange)
+        exchange.retries += 1
+
+    def _retry_or_raise(self, exchange: Exchange, error: UpstreamError) -> None:
+        if self._may_retry(exchange):
+            self._again(exchange)
+            return
+        status, code = _STATUS_OF.get(error.kind, (502, f"upstream_{error.kind}"))
+        retry_after = 1.0 if status == 503 else None
+        raise RequestError(status, str(error), type="server_error", code=code, retry_after=retry_after) from error
+
+    async def _relay(self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool) -> None:
+        streaming = response.headers.get("content-type", "").startswith("text/event-stream")
+        if streaming:
+            await self._relay_events(exchange, replica, response, drop_usage)
+        elif int(response.headers.get("content-length", 0)) <= MAX_BUFFERED_REPLY:
+            await self._relay_whole(exchange, replica, response)
+        else:
+            await self._start(exchange, response, keep_length=True)
+            async for chunk in self._upstream.chunks(replica, response):
+                self._first_byte(exchange)
+                await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await exchange.send({"type": "http.response.body", "body": b""})
+        if not exchange.broken:
+            exchange.outcome = "ok" if response.status_code < 400 else "engine_error"
+
+    async def _relay_whole(self, exchange: Exchange, replica: Replica, response: httpx.Response) -> None:
+        """Read the reply to its end first, so that the receipt can say what was cached."""
+        reply = b"".join([chunk async for chunk in self._upstream.chunks(replica, response)])
+        self._first_byte(exchange)
+        if response.status_code < 400 and (parsed := read_reply(reply)) is not None:
+            exchange.usage = parsed.usage
+        await self._start(exchange, response, keep_length=True)
+        await exchange.send({"type": "http.response.body", "body": reply})
+
+    async def _relay_events(
+        self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool
+    ) -> None:
+        relay = EventRelay(drop_usage=drop_usage)
+        chunks = self._upstream.chunks(replica, response)
+        try:
+            async for chunk in chunks:
+                if not exchange.started:
+                    await self._start(exchange, response, keep_length=False)
+                self._first_byte(exchange)
+                if passed := relay.feed(chunk):
+                    await exchange.send({"type": "http.response.body", "body": passed, "more_body": True})
+        except UpstreamError as error:
+            if not exchange.started:
+                raise
+            await self._break_off(exchange, relay, error)
+            return
+        finally:
+            exchange.usage = relay.usage or exchange.usage
+        if not exchange.started:
+            await self._start(exchange, response, keep_length=False)
+        await exchange.send({"type": "http.response.body", "body": relay.finish()})
+
+    async def _break_off(self, exchange: Exchange, relay: EventRelay, error: UpstreamError) -> None:
+        exchange.broken = True
+        exchange.outcome = f"upstream_{error.kind}"
+        ending = relay.broken(str(error), exchange.outcome)
+        await exchange.send({"type": "http.response.body", "body": ending})
+
+    async def _start(self, exchange: Exchange, response: httpx.Response, *, keep_length: bool) -> None:
+        await exchange.send(
+            {
+                "type": "http.response.start",
+                "status": response.status_code,
+                "headers": headers.to_client(response.headers.raw, exchange, keep_length=keep_length),
+            }
+        )
+
+    def _first_byte(self, exchange: Exchange) -> None:
+        """The prefill is over: note the time and take it off the replica's queue."""
+        if exchange.first_byte_s is None:
+            exchange.first_byte_s = exchange.elapsed()
+            if exchange.ticket is not None:
+                exchange.ticket.prefilled()

@@ -1,0 +1,76 @@
+"""Headers that pass, headers that do not, and the receipt."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from gateway.path.exchange import Exchange
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's `x-request-id` if it is printable and short, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return uuid.uuid4().hex
+
+
+def to_engine(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Headers:
+    """The client's headers as the engine gets them. The engine must answer uncompressed, so that usage can be read."""
+    headers = list(headers)
+    named = _connection_named(headers)
+    kept = [
+        (n, v) for n, v in headers if n not in _NOT_FORWARDED and n not in named and not n.startswith(b"x-gateway-")
+    ]
+    return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode())]
+
+
+def to_client(headers: Iterable[tuple[bytes, bytes]], exchange: Exchange, *, keep_length: bool) -> Headers:
+    """The engine's headers as the client gets them, with the receipt."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    dropped = HOP_BY_HOP | _connection_named(lowered) | {b"x-request-id"}
+    if not keep_length:
+        dropped |= {b"content-length"}
+    return [(n, v) for n, v in lowered if n not in dropped and not n.startswith(b"x-gateway-")] + receipt(exchange)
+
+
+def receipt(exchange: Exchange) -> Headers:
+    """Which replica, why, how the prompt was identified, and how many of its tokens should be cached there."""
+    headers: Headers = [(b"x-request-id", exchange.request_id.encode())]
+    if exchange.identity is not None:
+        headers.append((b"x-gateway-identity", exchange.identity.mode.encode()))
+    if (placement := exchange.placement) is not None:
+        headers += [
+            (b"x-gateway-replica", placement.replica.encode()),
+            (b"x-gateway-reason", placement.reason.encode()),
+            (b"x-gateway-predicted-cached-tokens", b"%d" % placement.predicted_cached_tokens),
+        ]
+    if not exchange.stream and exchange.usage is not None and exchange.usage.cached_tokens is not None:
+        headers.append((b"x-gateway-cached-tokens", b"%d" % exchange.usage.cached_tokens))
+    return headers
+
+
+def _connection_named(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Headers that the sender's Connection header makes hop-by-hop."""
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(part.strip().lower() for value in values for part in value.split(b","))

@@ -1,0 +1,27 @@
+"""Second step: name the prompt's prefixes, exactly where the fleet's reports can be compared with them."""
+
+from __future__ import annotations
+
+from gateway.fleet.fleet import Fleet
+from gateway.identity.identifier import Identifier
+from gateway.identity.prompt import IdentityMode, PromptIdentity, PromptRequest
+from gateway.path.exchange import Exchange
+
+
+class Identify:
+    """Fills in `identity`; leaves it None for requests without a prompt."""
+
+    def __init__(self, identifier: Identifier, fleet: Fleet) -> None:
+        self._identifier = identifier
+        self._fleet = fleet
+
+    async def identify(self, exchange: Exchange) -> None:
+        """Never fails: what cannot be identified exactly is identified by its text, and the receipt says so."""
+        if exchange.prompt is not None:
+            exchange.identity = await self.of(exchange.prompt)
+
+    async def of(self, prompt: PromptRequest) -> PromptIdentity:
+        """The identity of one prompt."""
+        if self._fleet.has_agents(prompt.model):
+            return await self._identifier.identify(prompt)
+        return self._identifier.identify_text(prompt, IdentityMode.HASH, "no_agent")

@@ -1,0 +1,66 @@
+"""Third step: choose the replica, and count the request there."""
+
+from __future__ import annotations
+
+from array import array
+
+from gateway.errors import NoReplica, RequestError
+from gateway.fleet.fleet import Fleet
+from gateway.identity.prompt import IdentityMode, PromptIdentity
+from gateway.path.exchange import Exchange
+from gateway.placement.placer import Placer
+
+PIN_HEADER = b"x-gateway-pin"
+NO_REPLICA_RETRY_S = 1.0
+NO_PROMPT = PromptIdentity(mode=IdentityMode.HASH, keys=array("Q"), tokens=0, fallback="no_prompt")
+"""Stands for requests without a prompt to reuse, such as embeddings: placed by load."""
+
+
+class Place:
+    """Fills in `placement` and `ticket`; may be called again after a failure, and then avoids what was tried."""
+
+    def __init__(self, placer: Placer, fleet: Fleet, *, allow_pinning: bool) -> None:
+        self._placer = placer
+        self._fleet = fleet
+        self._allow_pinning = allow_pinning
+
+    def place(self, exchange: Exchange) -> None:
+        """Raises RequestError 503 when no replica that serves the model is up and untried."""
+        identity = exchange.identity or NO_PROMPT
+        views = self._fleet.views(exchange.model, identity.mode)
+        pinned = self._pinned(exchange) if self._allow_pinning and not exchange.tried else None
+        try:
+            placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned)
+        except NoReplica as error:
+            raise RequestError(
+                503,
+                f"no replica of {exchange.model!r} is up",
+                type="server_error",
+                code="no_replica",
+                retry_after=NO_REPLICA_RETRY_S,
+            ) from error
+        load = self._fleet.replicas[placement.replica].load
+        exchange.placement = placement
+        exchange.tried.append(placement.replica)
+        exchange.queue_free = load.prefill_tokens == 0
+        exchange.ticket = load.admit(max(0, identity.tokens - placement.predicted_cached_tokens))
+        exchange.claim = self._placer.placed(placement, identity)
+
+    def _pinned(self, exchange: Exchange) -> str | None:
+        """The replica that the client named. Raises RequestError 400 when it is none that serves the model now."""
+        for name, value in exchange.scope["headers"]:
+            if name == PIN_HEADER:
+                pinned = value.decode("latin-1")
+                if pinned not in {replica.id for replica in self._fleet.serving(exchange.model)}:
+                    raise RequestError(400, f"x-gateway-pin: no replica {pinned!r} is up", code="unknown_replica")
+                return str(pinned)
+        return None
+
+    def unplace(self, exchange: Exchange) -> None:
+        """Give back what `place` took: the request is over, or the replica failed before it answered."""
+        if exchange.ticket is not None:
+            exchange.ticket.finish()
+            exchange.ticket = None
+        if exchange.claim is not None:
+            self._placer.release(exchange.claim)
+            exchange.claim = None

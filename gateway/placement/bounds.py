@@ -1,0 +1,52 @@
+"""The two bounds on a replica's load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.placement.placement import ReplicaView
+from gateway.placement.settings import PlacementSettings
+
+
+class Bounds:
+    """Who may take one more request. Lives for one decision; holds the fleet's totals at its start.
+
+    A replica i with weight w_i is within its bounds when both hold, for its queued prefill seconds q and its running
+    sequences n:
+
+        q_i + a_i <= (1 + eps) x w_i/W x (Q + a_i) + floor_i
+        n_i + 1   <= (1 + eps) x w_i/W x (N + 1) + floor_sequences
+
+    where a_i = min(prefill seconds of the request there, floor_i). Q, N and W are summed over the replicas that may
+    take the request, and floor_i is one prefill chunk at that replica's speed. So the request being placed counts on
+    both sides; its prefill counts with no more than the floor, since a prompt longer than that would fit nowhere on an
+    idle fleet. For two replicas or more this implies the same law for the loads found before the request:
+    load <= (1 + eps) x mean + floor. An idle fleet is always within bounds.
+    """
+
+    def __init__(self, views: Sequence[ReplicaView], settings: PlacementSettings) -> None:
+        self._slack = (1 + settings.eps) / (sum(view.weight for view in views) or 1.0)
+        self._chunk = settings.prefill_chunk_tokens
+        self._floor_sequences = settings.floor_sequences
+        self._prefill_s = sum(view.queued_prefill_tokens / view.prefill_tokens_per_s for view in views)
+        self._running = sum(view.running for view in views)
+
+    def within(self, view: ReplicaView, prefill_s: float) -> bool:
+        """Whether a request with `prefill_s` seconds of uncached prefill may go to `view`."""
+        share = self._slack * view.weight
+        if view.running + 1 > share * (self._running + 1) + self._floor_sequences:
+            return False
+        floor = self._chunk / view.prefill_tokens_per_s
+        own = min(prefill_s, floor)
+        queued = view.queued_prefill_tokens / view.prefill_tokens_per_s
+        # A replica exactly at its bound is within it, whatever the last bit of the division says.
+        return queued + own <= (share * (self._prefill_s + own) + floor) * (1 + 1e-9)
+
+    def pressure(self, view: ReplicaView) -> float:
+        """The larger of its two loads as a share of its bound: who serves when all are over it."""
+        share = self._slack * view.weight
+        speed = view.prefill_tokens_per_s
+        return max(
+            view.running / (share * self._running + self._floor_sequences),
+            view.queued_prefill_tokens / speed / (share * self._prefill_s + self._chunk / speed),
+        )

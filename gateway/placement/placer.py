@@ -1,0 +1,287 @@
+"""Chooses the replica for a request."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Collection, Sequence
+
+import xxhash
+
+from gateway.errors import NoReplica
+from gateway.identity.prompt import IdentityMode, PromptIdentity
+from gateway.placement.adaptive_key import AdaptiveKey, Split, boundary_at_most
+from gateway.placement.bounds import Bounds
+from gateway.placement.claims import Claim, LearnedClaims, PendingClaims
+from gateway.placement.cost import CostModel, Terms
+from gateway.placement.index import PrefixIndex
+from gateway.placement.placement import Candidate, Claims, Placement, Reason, ReplicaView
+from gateway.placement.ring import HashRing
+from gateway.placement.settings import PlacementSettings
+from kvstore.identity import UNIT_TOKENS
+
+
+class _Option:
+    """One replica while a decision is made. `rank_s` is what replicas are compared by; see `Placer`."""
+
+    __slots__ = ("blocks", "cached", "claims", "rank_s", "terms", "units", "usable", "view", "within")
+
+    def __init__(self, view: ReplicaView, claims: Claims, units: int, cached: int, blocks: int, terms: Terms) -> None:
+        self.view = view
+        self.claims = claims
+        self.units = units
+        self.cached = cached
+        self.blocks = blocks
+        self.terms = terms
+        self.rank_s = terms.total_s
+        self.usable = True
+        self.within = False
+
+
+class Placer:
+    """Places requests: the lowest cost, within the bounds, with the ring deciding between equals.
+
+    *Keep together or spread.* A prompt whose held part reaches its ring key (`AdaptiveKey`), or that lacks no more than
+    a prefill chunk, is kept with its holder: the walk that breaks ties starts there. Any other prompt has a
+    remainder worth a home of its own: the walk starts at the ring's first, and the hot prefix above its ring
+    key, if any, counts as held by the first k replicas of that prefix's own ring order, k being what its traffic needs.
+    Without that credit the one replica that holds the system prompt would draw every new conversation.
+
+    *Ties.* Costs within `band_tokens` of prefill are equal. 128 tokens, 8 blocks: gateways whose views differ by a
+    block or by a short request still agree, and it stays below the least that should count, the half-priced eviction
+    of a prompt of 512 tokens.
+
+    *Spill.* When the best replica is not within its bounds, the next one in ring order that is, unless others that are
+    cost less by more than the band: those hold a copy from an earlier spill. So a hot prefix is always copied to the
+    same replicas, in the same order, and goes home when home is within its bounds. If none is within them, the
+    one with the least pressure serves.
+
+    Owns the ring, the traffic window and the claims, and listens to the index. `place` decides and changes none of them
+    (but the ring's members); `placed` commits a decision. One caller at a time.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        settings: PlacementSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings or PlacementSettings()
+        self.index = index
+        self.ring = HashRing(self.settings.virtual_nodes)
+        self.traffic = AdaptiveKey(self.settings)
+        self.pending = PendingClaims(self.settings.pending_ttl_s, clock)
+        self.learned = LearnedClaims(self.settings.learned_ttl_s, clock)
+        self._cost = CostModel(self.settings)
+        self._known: dict[str, ReplicaView] = {}
+        self._keyless = 0
+        index.add_listener(self.pending)
+
+    def place(
+        self,
+        identity: PromptIdentity,
+        views: Sequence[ReplicaView],
+        *,
+        exclude: Collection[str] = (),
+        pinned: str | None = None,
+    ) -> Placement:
+        """Where the request should go. Raises NoReplica when no view is left to choose from.
+
+        `views` are the replicas that serve its model and may take requests; `exclude` those that were tried already;
+        a weight of 0 takes nothing. `pinned` goes to that replica whatever its load. The bounds are those of the views
+        that are left, so that a replica that failed does not lower the mean.
+        """
+        self.pending.expire()
+        keys, tokens = identity.keys, identity.tokens
+        options = self._options(identity, views)
+        usable = []
+        for option in options.values():
+            option.usable = option.view.weight > 0 and option.view.id not in exclude
+            if option.usable:
+                usable.append(option)
+        if not usable or (pinned is not None and (pinned not in options or pinned in exclude)):
+            raise NoReplica(f"no replica may take the request: {len(views)} serve its model, {len(exclude)} were tried")
+
+        split = self.traffic.split(keys, len(views))
+        best_cached = max(option.cached for option in usable)
+        best_units = max(option.units for option in usable)
+        worth = best_cached > self.settings.band_tokens
+        keep = worth and (best_units >= split.depth or tokens - best_cached <= self.settings.prefill_chunk_tokens)
+        order = self.ring.order(self._ring_key(keys, split, best_units if keep else split.depth), options)
+        walk = [options[replica] for replica in order]
+        start = 0
+        if keep:
+            start = next(i for i, option in enumerate(walk) if option.usable and option.cached == best_cached)
+        self._rank(identity, split, options, keep)
+
+        bounds = Bounds([option.view for option in usable], self.settings)
+        for option in usable:
+            option.within = bounds.within(option.view, option.terms.prefill_s)
+        home = self._first([option for option in walk[start:] + walk[:start] if option.usable])
+        position = walk.index(home)
+        cyclic = walk[position:] + walk[:position]
+        if pinned is not None:
+            chosen, reason = options[pinned], Reason.PINNED
+        else:
+            chosen = home if home.within else self._spill(cyclic, bounds)
+            reason = self._reason(identity, chosen, home, walk[0], best_cached, exclude)
+        return Placement(
+            replica=chosen.view.id,
+            reason=reason,
+            home=home.view.id,
+            ring=[option.view.id for option in cyclic],
+            predicted_cached_tokens=chosen.cached,
+            predicted_ttft_s=chosen.terms.queue_s + chosen.terms.prefill_s,
+            candidates=[_candidate(option, i) for i, option in enumerate(walk)],
+        )
+
+    def placed(self, placement: Placement, identity: PromptIdentity) -> Claim:
+        """Commits a placement: counts it as traffic and believes its prefix to be where it goes.
+
+        Call it when the request is sent, once per attempt. Release the claim (`release`) when the attempt has ended in
+        any way; it ends by itself when the replica reports the prompt's last block, or after `pending_ttl_s`.
+        """
+        keys = identity.keys
+        if placement.reason is not Reason.RETRY:
+            self.traffic.observe(keys)
+            self._keyless += not keys
+        view = self._known.get(placement.replica)
+        claims = next(c.claims for c in placement.candidates if c.replica == placement.replica)
+        if view is None or claims is Claims.NONE:
+            return self.pending.claim(placement.replica, ())
+        if claims is Claims.LEARNED:
+            units = view.capacity_blocks * view.block_units * UNIT_TOKENS // identity.unit_tokens
+            self.learned.record(placement.replica, keys, units or self.settings.learned_units)
+            return self.pending.claim(placement.replica, ())
+        held = self.index.match(keys, {view.id: view.block_units}).get(view.id, 0)
+        return self.pending.claim(placement.replica, keys, held, view.block_units)
+
+    def release(self, claim: Claim) -> None:
+        """Ends what `placed` began; a claim that is over already is no error."""
+        self.pending.release(claim)
+
+    def restarted(self, replica: str) -> None:
+        """A replica without reports lost its cache: nothing placed there is believed any more."""
+        self.pending.clear(replica)
+        self.learned.clear(replica)
+
+    def forget(self, replica: str) -> None:
+        """A replica left for good; one that only is not ready keeps its points, so that its keys come back to it."""
+        self.restarted(replica)
+        self.ring.remove(replica)
+        self._known.pop(replica, None)
+
+    def check(self) -> None:
+        """Asserts the conservation laws of everything it owns."""
+        self.ring.check()
+        self.traffic.check()
+        self.pending.check()
+        self.learned.check()
+
+    # the steps of a decision
+
+    def _options(self, identity: PromptIdentity, views: Sequence[ReplicaView]) -> dict[str, _Option]:
+        keys, tokens, unit = identity.keys, identity.tokens, identity.unit_tokens
+        exact = identity.mode is IdentityMode.EXACT
+        hashed = identity.mode is IdentityMode.HASH
+        reported: dict[str, int] = {}
+        if exact:
+            asked = {view.id: view.block_units for view in views if view.claims is Claims.REPORTS}
+            reported = self.index.match(keys, asked) if asked else {}
+        options: dict[str, _Option] = {}
+        for view in views:
+            replica = view.id
+            if self.ring.weight(replica) != view.weight:
+                self.ring.set_weight(replica, view.weight)
+            self._known[replica] = view
+            units = blocks = 0
+            claims = Claims.NONE
+            if not hashed and view.claims is not Claims.NONE:
+                if exact and view.claims is Claims.REPORTS:
+                    claims = Claims.REPORTS
+                    units = max(reported.get(replica, 0), self.pending.match(replica, keys, view.block_units))
+                    blocks = -(-self.pending.fresh_units(replica) // view.block_units)
+                else:
+                    claims = Claims.LEARNED
+                    units = self.learned.match(replica, keys, view.block_units if exact else 1)
+            cached = 0
+            if units:
+                # The engine always computes the last token, and it shares whole blocks only.
+                block = view.block_units * UNIT_TOKENS
+                cached = min(units * unit, tokens - 1) // block * block
+            terms = self._cost.terms(view, tokens, cached, blocks)
+            options[replica] = _Option(view, claims, units, cached, blocks, terms)
+        return options
+
+    def _ring_key(self, keys: array[int], split: Split, units: int) -> int:
+        if not keys:
+            # Prompts without a whole unit share nothing: spread them, the same way in every run.
+            return xxhash.xxh3_64_intdigest(self._keyless.to_bytes(8, "little"))
+        # Kept by a prefix hotter than a ring key may be: walk from that prefix, not from what follows it.
+        return keys[min(split.depth, boundary_at_most(units)) - 1] if units < split.depth else keys[split.depth - 1]
+
+    def _rank(self, identity: PromptIdentity, split: Split, options: dict[str, _Option], keep: bool) -> None:
+        if identity.mode is IdentityMode.HASH:
+            # What is held is not known: the ring alone decides, as long as the bounds allow.
+            for option in options.values():
+                option.rank_s = 0.0
+        elif split.hot and not keep:
+            for replica in self.ring.order(identity.keys[split.hot - 1], options)[: split.hot_replicas]:
+                option = options[replica]
+                block = option.view.block_units * UNIT_TOKENS
+                credit = min(split.hot * identity.unit_tokens, identity.tokens - 1) // block * block
+                if credit > option.cached and option.claims is not Claims.NONE:
+                    terms = self._cost.terms(option.view, identity.tokens, credit, option.blocks)
+                    option.rank_s = terms.total_s
+
+    def _first(self, walk: Sequence[_Option]) -> _Option:
+        """The first of the walk whose cost is within the band of the least."""
+        best = min(walk, key=_rank)
+        limit = best.rank_s + self.settings.band_tokens / best.view.prefill_tokens_per_s
+        return next(option for option in walk if option.rank_s <= limit)
+
+    def _spill(self, cyclic: Sequence[_Option], bounds: Bounds) -> _Option:
+        feasible = [option for option in cyclic if option.within]
+        if feasible:
+            return self._first(feasible)
+        return min((option for option in cyclic if option.usable), key=lambda option: bounds.pressure(option.view))
+
+    def _reason(
+        self,
+        identity: PromptIdentity,
+        chosen: _Option,
+        home: _Option,
+        first: _Option,
+        best_cached: int,
+        exclude: Collection[str],
+    ) -> Reason:
+        if exclude:
+            return Reason.RETRY
+        if chosen is not home:
+            return Reason.SPILL
+        if chosen.claims is Claims.NONE:
+            return Reason.FALLBACK
+        if not best_cached:
+            return Reason.COLD
+        if chosen.cached < best_cached:
+            return Reason.COST
+        return Reason.HOME if chosen is first else Reason.LONGEST
+
+
+def _rank(option: _Option) -> float:
+    return option.rank_s
+
+
+def _candidate(option: _Option, position: int) -> Candidate:
+    terms = option.terms
+    return Candidate(
+        replica=option.view.id,
+        ring_position=position,
+        claims=option.claims,
+        cached_tokens=option.cached,
+        queue_s=terms.queue_s,
+        prefill_s=terms.prefill_s,
+        eviction_s=terms.eviction_s,
+        cost_s=terms.total_s,
+        within_bound=option.within,
+    )

@@ -1,0 +1,53 @@
+"""The constants of placement, in one frozen object."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.errors import SettingsError
+
+
+class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants of placement; the defaults are what `benchmarks/placement.py` and `tests/behaviours` were run with.
+
+    Raises SettingsError, naming the key, for a value that makes no sense.
+    """
+
+    eps: float = 1.0
+    """How far above the mean a load may be before requests go elsewhere: load <= (1 + eps) x mean + floor."""
+    prefill_chunk_tokens: int = 512
+    """One prefill step of the engines: the floor of the prefill bound, and the largest remainder that is not worth
+    a home of its own."""
+    floor_sequences: float = 2.0
+    """The floor of the bound on running sequences."""
+    band_tokens: int = 128
+    """Costs that differ by less than the prefill of this many tokens count as equal; see `placer`."""
+    eviction_weight: float = 0.5
+    """Price of evicting a token, as a share of the seconds its prefill would take; see `cost`."""
+    virtual_nodes: int = 512
+    """Points on the ring per unit of weight; see `ring`."""
+    window_requests: int = 1024
+    """Recent requests over which a prefix's share of the traffic is counted; see `adaptive_key`."""
+    share_bound: float = 0.5
+    """A ring key may carry this share of one replica's mean traffic; see `adaptive_key`."""
+    share_prior: float = 8.0
+    """Requests a replica is assumed to have had before any were counted; see `adaptive_key`."""
+    pending_ttl_s: float = 60.0
+    """A placed prefix that is neither reported nor released is forgotten after this long."""
+    learned_ttl_s: float = 600.0
+    """What was placed on a replica without reports is believed to be held for this long."""
+    learned_units: int = 16_384
+    """Units believed to be held on a replica without reports whose capacity is unknown (262,144 tokens)."""
+
+    def __post_init__(self) -> None:
+        for key in ("eps", "share_bound", "pending_ttl_s", "learned_ttl_s"):
+            _require(key, getattr(self, key), getattr(self, key) > 0, "above 0")
+        for key in ("prefill_chunk_tokens", "virtual_nodes", "window_requests", "learned_units", "floor_sequences"):
+            _require(key, getattr(self, key), getattr(self, key) >= 1, "at least 1")
+        for key in ("band_tokens", "eviction_weight", "share_prior"):
+            _require(key, getattr(self, key), getattr(self, key) >= 0, "at least 0")
+
+
+def _require(key: str, value: object, holds: bool, accepted: str) -> None:
+    if not holds:
+        raise SettingsError(f"placement.{key}: {value!r} is not accepted; it must be {accepted}")

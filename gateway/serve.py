@@ -1,0 +1,103 @@
+"""Runs the gateway as a process: both ports, signals, and a stop that finishes what was begun."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from gateway.app import Gateway
+from gateway.errors import SettingsError
+from gateway.settings import ListenSettings, Settings
+from gateway.telemetry import start_logging, start_tracing, stop_tracing
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 10
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server whose signals are handled by `serve`, for both servers together."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket. Raises SettingsError that names the flag when the port is taken or the address is wrong."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {flag}") from error
+    bound.listen(BACKLOG)
+    bound.setblocking(False)
+    return bound
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SettingsError when a port is taken."""
+    start_logging(settings.telemetry)
+    start_tracing(settings.telemetry)
+    listen = settings.listen
+    public = bind(listen.host, listen.port, "--port")
+    admin = bind(listen.admin_host, listen.admin_port, "--admin-port")
+    with asyncio.Runner(loop_factory=_loop) as runner:
+        runner.run(_serve(settings, public, admin))
+    stop_tracing()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+async def _serve(settings: Settings, public: socket.socket, admin: socket.socket) -> None:
+    gateway = Gateway(settings)
+    servers = [_server(gateway.public), _server(gateway.admin)]
+
+    def stop() -> None:
+        for server in servers:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop)
+    log.info("serving %s, admin on http://%s:%d/admin", address(settings.listen), *admin.getsockname()[:2])
+    async with gateway.running():
+        await asyncio.gather(servers[0].serve([public]), servers[1].serve([admin]))
+
+
+def _server(app: ASGIApp) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=True,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+
+
+def address(listen: ListenSettings) -> str:
+    """The public endpoint as a client would write it."""
+    return f"http://{listen.host}:{listen.port}/v1"

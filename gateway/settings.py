@@ -1,0 +1,200 @@
+"""The gateway's configuration: one YAML file, every key overridable from the environment, read once at start.
+
+`PREFIX_GATEWAY_<SECTION>__<KEY>` overrides a key of a section; `PREFIX_GATEWAY_REPLICAS` replaces the list (YAML or
+JSON). An unknown key or a bad value stops the start and names the key. Secrets are never flags: the agents' token comes
+from `PREFIX_GATEWAY_AGENT_TOKEN` or from the file named by `PREFIX_GATEWAY_AGENT_TOKEN_FILE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from gateway.errors import SettingsError
+
+ENV_PREFIX = "PREFIX_GATEWAY_"
+_SECRETS = {"PREFIX_GATEWAY_AGENT_TOKEN", "PREFIX_GATEWAY_AGENT_TOKEN_FILE"}
+
+
+class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the gateway listens: the OpenAI endpoint for clients, and the admin API for operators."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One replica. `id` is its stable identity on the ring; `agent` is absent for an engine without a sidecar."""
+
+    id: str
+    engine: str
+    agent: str | None = None
+    weight: float = 1.0
+
+
+class PlacementSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`epsilon`: how far above the mean a replica's load may go; `route_seed`: seed of all RouteKeys of a deployment;
+    `allow_pinning`: whether a client may choose its replica with the header `x-gateway-pin`."""
+
+    epsilon: float = 1.0
+    route_seed: int = 0
+    allow_pinning: bool = False
+
+
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on what a client or a replica can make the gateway hold or wait for."""
+
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_concurrent_requests: int = 1024
+    connect_timeout_s: float = 5.0
+    first_byte_timeout_s: float = 600.0
+    identity_timeout_s: float = 2.0
+    retry_budget: float = 0.2
+
+
+class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`observe_usage`: ask for usage on streams that do not, and drop the chunk that carries it."""
+
+    otlp_endpoint: str | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    observe_usage: bool = True
+    receipts: int = 10_000
+    parity_sample_every: int = 256
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration."""
+
+    listen: ListenSettings = ListenSettings()
+    replicas: list[ReplicaSettings] = []
+    placement: PlacementSection = PlacementSection()
+    limits: LimitSettings = LimitSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    agent_token: str = ""
+
+
+def load_settings(
+    path: Path | None,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, Any] | None = None,
+) -> Settings:
+    """File, then environment, then `overrides` (from flags; same nesting as the file); the later wins.
+
+    Raises SettingsError naming the key.
+    """
+    tree = _read(path) if path is not None else {}
+    if "agent_token" in tree:
+        raise SettingsError("agent_token: secrets come from PREFIX_GATEWAY_AGENT_TOKEN or a file, not from the config")
+    _apply_environment(tree, environ)
+    for section, value in (overrides or {}).items():
+        if isinstance(value, Mapping):
+            tree.setdefault(section, {}).update(value)
+        else:
+            tree[section] = value
+    tree["agent_token"] = _agent_token(environ)
+    try:
+        settings = msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_named(str(error))) from error
+    _check(settings)
+    return settings
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise SettingsError(f"--config {path}: expected sections, got {type(tree).__name__}")
+    return {section: value for section, value in tree.items() if value is not None}
+
+
+def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    for name, text in environ.items():
+        if not name.startswith(ENV_PREFIX) or name in _SECRETS:
+            continue
+        section, separator, key = name[len(ENV_PREFIX) :].lower().partition("__")
+        if section not in Settings.__struct_fields__ or section == "agent_token":
+            raise SettingsError(f"{name}: no such section: {section}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SettingsError(f"{name}: not a value: {error}") from error
+        if not separator:
+            tree[section] = value
+            continue
+        within = tree.setdefault(section, {})
+        if not isinstance(within, dict):
+            raise SettingsError(f"{name}: {section} is a list and has no keys")
+        within[key] = value
+
+
+def _agent_token(environ: Mapping[str, str]) -> str:
+    if file := environ.get("PREFIX_GATEWAY_AGENT_TOKEN_FILE"):
+        try:
+            return Path(file).read_text().strip()
+        except OSError as error:
+            raise SettingsError(f"PREFIX_GATEWAY_AGENT_TOKEN_FILE: {file}: {error.strerror}") from error
+    return environ.get("PREFIX_GATEWAY_AGENT_TOKEN", "")
+
+
+def _named(message: str) -> str:
+    """msgspec's message with the key first: "listen.port: Expected `int`, got `str`"."""
+    text, separator, where = message.rpartition(" - at `$")
+    if not separator:
+        return message
+    return f"{where.rstrip('`').lstrip('.') or 'configuration'}: {text}"
+
+
+def _check(settings: Settings) -> None:
+    seen: set[str] = set()
+    for at, replica in enumerate(settings.replicas):
+        where = f"replicas[{at}]"
+        if not replica.id or replica.id in seen:
+            raise SettingsError(f"{where}.id: {replica.id!r} must be set and unique")
+        seen.add(replica.id)
+        _check_url(f"{where}.engine", replica.engine)
+        if replica.agent is not None:
+            _check_url(f"{where}.agent", replica.agent)
+        if not replica.weight > 0:
+            raise SettingsError(f"{where}.weight: must be above 0, got {replica.weight}")
+    for section, key in (("listen", "port"), ("listen", "admin_port")):
+        port = getattr(getattr(settings, section), key)
+        if not 0 <= port <= 65_535:
+            raise SettingsError(f"{section}.{key}: must be between 0 and 65535, got {port}")
+    if not settings.placement.epsilon > 0:
+        raise SettingsError(f"placement.epsilon: must be above 0, got {settings.placement.epsilon}")
+    if not 0 <= settings.placement.route_seed < 1 << 64:
+        raise SettingsError(f"placement.route_seed: must be in [0, 2**64), got {settings.placement.route_seed}")
+    limits = settings.limits
+    for key in ("max_body_bytes", "max_concurrent_requests", "connect_timeout_s", "first_byte_timeout_s"):
+        if not getattr(limits, key) > 0:
+            raise SettingsError(f"limits.{key}: must be above 0, got {getattr(limits, key)}")
+    if not limits.identity_timeout_s > 0:
+        raise SettingsError(f"limits.identity_timeout_s: must be above 0, got {limits.identity_timeout_s}")
+    if not 0 <= limits.retry_budget <= 1:
+        raise SettingsError(f"limits.retry_budget: must be between 0 and 1, got {limits.retry_budget}")
+    if settings.telemetry.receipts < 1:
+        raise SettingsError(f"telemetry.receipts: must be above 0, got {settings.telemetry.receipts}")
+
+
+def _check_url(where: str, url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable or parts.path not in ("", "/") or parts.query:
+        raise SettingsError(f"{where}: expected http://host:port, got {url!r}")
