@@ -45,11 +45,11 @@ class Gateway:
             connect_timeout_s=limits.connect_timeout_s, first_byte_timeout_s=limits.first_byte_timeout_s
         )
         self._profiles = ModelProfiles(self._identifier, self._control, settings.telemetry.parity_sample_every)
-        health = EngineHealth(self._control)
         index = PrefixIndex()
         ledger = Ledger(index)
         self._history = History(ledger)
         placer = Placer(index, PlacementSettings(eps=settings.placement.epsilon))
+        health = EngineHealth(self._control, on_down=placer.restarted)
         self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._control)
 
         metrics = GatewayMetrics()

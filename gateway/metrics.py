@@ -141,7 +141,7 @@ class _StateCollector(Collector):
             reporting.add_metric([replica.id], float(replica.reporting))
             sequences.add_metric([replica.id], replica.load.sequences)
             tokens.add_metric([replica.id], replica.load.prefill_tokens)
-            speed.add_metric([replica.id], replica.speed.tokens_per_s)
+            speed.add_metric([replica.id], self._fleet.speed.of(replica.id))
         for stream in self._fleet.streams.values():
             snapshots.add_metric([stream.replica_id], stream.snapshots)
             for why, count in stream.losses.items():

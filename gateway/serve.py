@@ -19,7 +19,6 @@ from gateway.telemetry import start_logging, start_tracing, stop_tracing
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 10
 BACKLOG = 2048
 
 
@@ -67,7 +66,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 async def _serve(settings: Settings, public: socket.socket, admin: socket.socket) -> None:
     gateway = Gateway(settings)
-    servers = [_server(gateway.public), _server(gateway.admin)]
+    servers = [_server(app, settings.limits.drain_timeout_s) for app in (gateway.public, gateway.admin)]
 
     def stop() -> None:
         for server in servers:
@@ -82,7 +81,7 @@ async def _serve(settings: Settings, public: socket.socket, admin: socket.socket
         await asyncio.gather(servers[0].serve([public]), servers[1].serve([admin]))
 
 
-def _server(app: ASGIApp) -> _Server:
+def _server(app: ASGIApp, drain_s: int) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -93,7 +92,7 @@ def _server(app: ASGIApp) -> _Server:
             access_log=False,
             server_header=False,
             date_header=True,
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=drain_s,
         )
     )
 

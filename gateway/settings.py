@@ -57,6 +57,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     first_byte_timeout_s: float = 600.0
     identity_timeout_s: float = 2.0
     retry_budget: float = 0.2
+    drain_timeout_s: int = 30
 
 
 class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,13 +180,21 @@ def _check(settings: Settings) -> None:
     if not 0 <= settings.placement.route_seed < 1 << 64:
         raise SettingsError(f"placement.route_seed: must be in [0, 2**64), got {settings.placement.route_seed}")
     limits = settings.limits
-    for key in ("max_body_bytes", "max_concurrent_requests", "connect_timeout_s", "first_byte_timeout_s"):
+    for key in (
+        "max_body_bytes",
+        "max_concurrent_requests",
+        "connect_timeout_s",
+        "first_byte_timeout_s",
+        "drain_timeout_s",
+    ):
         if not getattr(limits, key) > 0:
             raise SettingsError(f"limits.{key}: must be above 0, got {getattr(limits, key)}")
     if not limits.identity_timeout_s > 0:
         raise SettingsError(f"limits.identity_timeout_s: must be above 0, got {limits.identity_timeout_s}")
     if not 0 <= limits.retry_budget <= 1:
         raise SettingsError(f"limits.retry_budget: must be between 0 and 1, got {limits.retry_budget}")
+    if settings.telemetry.parity_sample_every < 0:
+        raise SettingsError("telemetry.parity_sample_every: must be 0 (off) or above")
     if settings.telemetry.receipts < 1:
         raise SettingsError(f"telemetry.receipts: must be above 0, got {settings.telemetry.receipts}")
 

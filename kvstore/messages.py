@@ -1,10 +1,11 @@
 """What an agent and a gateway say to each other: msgspec structs in length-prefixed msgpack frames.
 
-A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, then `Delta`s, with a
-`Heartbeat` in between. Every message carries `(epoch, seq)`. The epoch changes whenever the agent cannot vouch that
-what it knew is still held (engine or agent restart, a gap in the engine's events); it begins with a new snapshot.
-`seq` counts the deltas of an epoch: a snapshot carries the number of the last delta it contains, a delta the next
-number, a heartbeat the last number sent. A reader that sees a gap, or a digest that differs from its own, asks again.
+A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, tier after tier, then
+`Delta`s, with a `Heartbeat` in between; the first report that is no snapshot says that the snapshot is whole. Every
+message carries `(epoch, seq)`. The epoch changes whenever the agent cannot vouch that what it knew is still held
+(engine or agent restart, a gap in the engine's events); it begins with a new snapshot. `seq` counts the deltas of an
+epoch: a snapshot carries the number of the last delta it contains, a delta the next number, a heartbeat the last number
+sent. A reader that sees a gap, or a digest that differs from its own, asks again.
 
 A block is reported by one RouteKey, that of its last unit, with the RouteKey of the block before it as its parent
 (`ROOT_PARENT` for the first block of a prompt).

@@ -94,7 +94,7 @@ class AdminApp(FastAPI):
             "block_bytes": replica.block_bytes,
             "running_sequences": replica.load.sequences,
             "queued_prefill_tokens": replica.load.prefill_tokens,
-            "prefill_tokens_per_s": replica.speed.tokens_per_s,
+            "prefill_tokens_per_s": self._fleet.speed.of(replica.id),
             "engine_load": beat if replica.reporting else None,
         }
 

@@ -10,7 +10,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="play the scenario, verify it, and exit 0 or 1")
     parser.add_argument("--model", default="smollm2", help="smollm2 (default), tiny, or a Hugging Face Llama directory")
     parser.add_argument("--replicas", type=int, default=3, help="replicas to start (default 3)")
-    parser.add_argument("--kv-tokens", type=int, default=4000, help="KV of each replica in tokens (default 4000)")
+    parser.add_argument("--kv-tokens", type=int, help="KV of each replica in tokens (default: two documents and a bit)")
     parser.add_argument(
         "--followups", type=int, default=3, choices=range(1, 6), help="questions a document (default 3)"
     )

@@ -20,6 +20,8 @@ from gateway.demo.verdicts import judge
 from gateway.duplication.report import DuplicationReport, render_text
 
 READY_S = 180.0
+KV_TOKENS = {"smollm2": 4_000, "tiny": 8_000}
+"""Room for two documents and their questions: 1,500 tokens a document, 3,000 in the tiny model's own tokenizer."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
             ports=_ports(options),
             model=options.model,
             served_name=options.model if options.model in ("smollm2", "tiny") else os.path.basename(options.model),
-            kv_tokens=options.kv_tokens,
+            kv_tokens=options.kv_tokens or KV_TOKENS.get(options.model, KV_TOKENS["smollm2"]),
         )
     )
     cluster.check_ports()
@@ -91,8 +93,8 @@ async def _scenario(
     cluster: Cluster, screen: Screen, options: argparse.Namespace, stack: contextlib.AsyncExitStack
 ) -> bool:
     screen.title(
-        f"{cluster.count} replicas of {options.model}, room for {options.kv_tokens} tokens of KV each, "
-        f"{len(DOCUMENTS)} documents of about 1,500 tokens"
+        f"{cluster.count} replicas of {options.model}, room for {cluster.options.kv_tokens} tokens of KV each: "
+        f"two of the {len(DOCUMENTS)} documents"
     )
     screen.line("  starting engines, agents and the gateway ...")
     cluster.start_all()

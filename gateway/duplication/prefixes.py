@@ -26,8 +26,8 @@ class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """A maximal chain segment whose blocks have one holder set of two or more, named by its last `key`.
 
     A segment ends where the holder set changes or where two chains with that holder set part. `depth_tokens` counts
-    from the prompt's first token to the segment's last, `tokens` the segment alone; `excess_bytes` is what all copies
-    of the segment but one take.
+    from the prompt's first token to the segment's last (where the chain above is held by nobody, from the first block
+    that is), `tokens` the segment alone; `excess_bytes` is what all copies of the segment but one take.
     """
 
     key: int
@@ -63,7 +63,7 @@ def shared_prefixes(index: PrefixIndex, shared: Set[int], kind: BlockKind, tier:
                 key=last,
                 model=kind.model,
                 tier=tier,
-                depth_tokens=_depth(index, last, names[0], depths) * kind.block_tokens,
+                depth_tokens=_depth(index, last, mask, depths) * kind.block_tokens,
                 tokens=blocks * kind.block_tokens,
                 copies=len(names),
                 holders=sorted(names),
@@ -73,14 +73,18 @@ def shared_prefixes(index: PrefixIndex, shared: Set[int], kind: BlockKind, tier:
     return found
 
 
-def _depth(index: PrefixIndex, key: int, replica: str, depths: dict[int, int]) -> int:
-    """Blocks from the root to `key`; from the first known block if the chain is broken. Fills `depths` on the way."""
+def _depth(index: PrefixIndex, key: int, mask: int, depths: dict[int, int]) -> int:
+    """Blocks from the root to `key`, as far up as a replica of `mask` holds them. Fills `depths` on the way."""
     walk: list[int] = []
-    seen: int | None = key
-    while seen is not None and seen != ROOT_PARENT and seen not in depths:
+    seen = key
+    while seen != ROOT_PARENT and seen not in depths:
+        # A holder of this block size: another's parent of the same key is a block of another length.
+        held = next((held for tier in Tier if (held := index.holder_mask(seen, tier) & mask)), 0)
+        if not held:
+            break
         walk.append(seen)
-        seen = index.parent(seen, replica)
-    depth = depths.get(seen, 0) if seen is not None else 0
+        seen = index.parent(seen, index.replicas_of(held & -held)[0]) or ROOT_PARENT
+    depth = depths.get(seen, 0)
     for step in reversed(walk):
         depth += 1
         depths[step] = depth

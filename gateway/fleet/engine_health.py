@@ -29,9 +29,10 @@ class EngineHealth:
     connection is refused, so that a dead engine is left at once and taken back by the next good probe.
     """
 
-    def __init__(self, client: httpx.AsyncClient, on_up: Callable[[Replica], None] | None = None) -> None:
+    def __init__(self, client: httpx.AsyncClient, on_down: Callable[[str], None]) -> None:
+        """`on_down` is told the id of a replica whose engine stopped answering: its cache may be gone."""
         self._client = client
-        self._on_up = on_up
+        self._on_down = on_down
 
     async def watch(self, replicas: Iterable[Replica]) -> None:
         """Probe all replicas until cancelled."""
@@ -57,11 +58,10 @@ class EngineHealth:
         if not replica.engine_up:
             log.info("engine of %s is up: %s", replica.id, ", ".join(replica.models))
             replica.engine_up, replica.engine_error = True, ""
-            if self._on_up is not None:
-                self._on_up(replica)
 
     def failed(self, replica: Replica, why: str) -> None:
         """The engine did not answer; place nothing there until a probe succeeds."""
         if replica.engine_up:
             log.warning("engine of %s is down: %s", replica.id, why)
+            self._on_down(replica.id)
         replica.engine_up, replica.engine_error = False, why

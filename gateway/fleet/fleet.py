@@ -13,6 +13,7 @@ from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
+from gateway.fleet.speed import FleetSpeed
 from gateway.identity.prompt import IdentityMode
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
@@ -20,6 +21,9 @@ from gateway.settings import Settings
 from kvstore.messages import Hello, Tier
 
 log = logging.getLogger(__name__)
+
+INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
+"""Assumed until a prefill has been seen; mostly the ratio between replicas matters to placement, not the figure."""
 
 
 class Fleet:
@@ -37,6 +41,7 @@ class Fleet:
         self._index = index
         self._ledger = ledger
         self._health = health
+        self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
         self.replicas = {each.id: Replica(each) for each in settings.replicas}
         self.streams: dict[str, ReportStream] = {}
         for replica in self.replicas.values():
@@ -83,7 +88,9 @@ class Fleet:
     def views(self, model: str, mode: IdentityMode) -> list[ReplicaView]:
         """What the placer is told: how full each replica is, and whose word there is for what it holds."""
         return [
-            replica.view(_claims(replica, mode), self._index.held_blocks(replica.id, Tier.HBM))
+            replica.view(
+                _claims(replica, mode), self._index.held_blocks(replica.id, Tier.HBM), self.speed.of(replica.id)
+            )
             for replica in self.serving(model)
         ]
 

@@ -41,13 +41,18 @@ class ModelProfiles:
         self._digests: dict[str, str] = {}
         self._proven: set[tuple[str, str]] = set()
         self._disproven: set[str] = set()
+        self._learning: dict[str, asyncio.Lock] = {}
         self._prompts = 0
         self._sampling: asyncio.Task[None] | None = None
         self.samples = 0
         self.mismatches = 0
 
     async def learn(self, replica: Replica, files: ModelFiles) -> None:
-        """Load the files if they are new, and prove parity with this replica's engine."""
+        """Load the files if they are new, and prove parity with this replica's engine; one replica at a time."""
+        async with self._learning.setdefault(files.model, asyncio.Lock()):
+            await self._learn(replica, files)
+
+    async def _learn(self, replica: Replica, files: ModelFiles) -> None:
         model = files.model
         if self._digests.get(model) != files.digest:
             self._digests[model] = files.digest
@@ -70,9 +75,9 @@ class ModelProfiles:
             self._disprove(replica, model, str(report))
 
     def sample(self, replica: Replica, prompt: PromptRequest) -> None:
-        """Of every so many prompts, compare one with its engine's own token ids, in the background."""
+        """Of every `sample_every` prompts (0: none), compare one with its engine's token ids, in the background."""
         self._prompts += 1
-        if self._prompts % self._sample_every == 0 and self._sampling is None:
+        if self._sample_every and self._prompts % self._sample_every == 0 and self._sampling is None:
             self._sampling = asyncio.create_task(self._compare(replica, prompt), name="parity sample")
 
     async def close(self) -> None:

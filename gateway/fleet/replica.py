@@ -7,21 +7,17 @@ from typing import Any
 import httpx
 
 from gateway.fleet.inflight import InFlight
-from gateway.fleet.speed import PrefillSpeed
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import ReplicaSettings
 from kvstore.identity import UNIT_TOKENS
 from kvstore.messages import Heartbeat, Hello
-
-INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
-"""Assumed until a prefill has been seen; mostly the ratio between replicas matters to placement, not the figure."""
 
 
 class Replica:
     """What is known of one replica.
 
     `engine_up` and `models` are written by the health prober and by a failed connection, `hello`, `heartbeat` and
-    `reporting` by its report stream, `load` and `speed` by the request path. Everything runs on one event loop.
+    `reporting` by its report stream, `load` by the request path. Everything runs on one event loop.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -37,7 +33,6 @@ class Replica:
         self.reporting = False
         self.agent_error = "" if self.agent is None else "not connected yet"
         self.load = InFlight()
-        self.speed = PrefillSpeed(INITIAL_PREFILL_TOKENS_PER_S)
 
     @property
     def block_size(self) -> int:
@@ -57,7 +52,7 @@ class Replica:
             return self.heartbeat.capacity_blocks
         return self.hello.capacity_blocks if self.hello else 0
 
-    def view(self, claims: Claims, held_blocks: int) -> ReplicaView:
+    def view(self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float) -> ReplicaView:
         """What the placer is told about this replica now."""
         return ReplicaView(
             id=self.id,
@@ -65,7 +60,7 @@ class Replica:
             weight=self.weight,
             queued_prefill_tokens=self.load.prefill_tokens,
             running=self.load.sequences,
-            prefill_tokens_per_s=self.speed.tokens_per_s,
+            prefill_tokens_per_s=prefill_tokens_per_s,
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,
             held_blocks=held_blocks,

@@ -137,29 +137,35 @@ class ReportStream:
         return headers
 
     def _apply(self, report: Report) -> None:
+        if isinstance(report, Snapshot):
+            self._collect(report)
+            return
+        if self._parts:
+            self._apply_snapshot()
         if isinstance(report, Delta):
             self._apply_delta(report)
-        elif isinstance(report, Heartbeat):
-            self._apply_heartbeat(report)
         else:
-            self._apply_snapshot(report)
+            self._apply_heartbeat(report)
 
-    def _apply_snapshot(self, part: Snapshot) -> None:
-        if part.part == 0:
+    def _collect(self, part: Snapshot) -> None:
+        """Parts of a snapshot, of one tier after the other; the first report that is none says that it is whole."""
+        if self._parts and part.epoch != self._parts[0].epoch:
             self._parts = []
+        if not self._parts:
             self._set_reporting(False, "receiving a snapshot")
-        elif not self._parts or (part.epoch, part.seq) != (self._parts[0].epoch, self._parts[0].seq):
-            raise StreamLost(f"snapshot part {part.part} does not continue the one before it")
-        if part.part != len(self._parts):
-            raise StreamLost(f"snapshot part {part.part} arrived where {len(self._parts)} was expected")
         self._parts.append(part)
-        if len(self._parts) < part.parts:
-            return
+
+    def _apply_snapshot(self) -> None:
         parts, self._parts = self._parts, []
+        for tier in Tier:
+            numbers = [part.part for part in parts if part.tier == tier]
+            expected = next((part.parts for part in parts if part.tier == tier), 0)
+            if numbers != list(range(expected)):
+                raise StreamLost(f"snapshot of {tier.name} has parts {numbers}, expected {expected}")
         self._index.clear(self._replica.id)
-        for each in parts:
-            self._store(each.tier, each.keys, each.parents)
-        self._epoch, self._seq = part.epoch, part.seq
+        for part in parts:
+            self._store(part.tier, part.keys, part.parents)
+        self._epoch, self._seq = parts[-1].epoch, parts[-1].seq
         self.snapshots += 1
         self._set_reporting(True, "")
 

@@ -24,6 +24,10 @@ from kvstore.messages import ModelFiles
 INLINE_BYTES = 64 * 1024
 """Token-id prompts up to this many bytes of JSON are chained on the event loop (figure: benchmarks/identity.py)."""
 
+RUN_SECONDS_PER_BYTE = 2e-6
+"""What a worker may take longer for a long request before it is killed: honest tokenizing ran at 1.6 to
+3 MB/s (benchmarks/identity.py). The request itself does not wait that long; its ids serve the next turn."""
+
 STRIKES = 3
 """Workers that a model's requests may cost in a row before they are not tried for `SUSPENSION_SECONDS`."""
 SUSPENSION_SECONDS = 60.0
@@ -273,7 +277,9 @@ class Identifier:
             raise IdentityUnavailable("busy", "too many prompts wait for the identity worker")
         lane = self._lane(request)
         root = request.namespace.root(self._seed)
-        reply = await self._ask(lane, Identify(model, root, request, dialect or Dialect.VLLM, ids), self._deadline)
+        job = Identify(model, root, request, dialect or Dialect.VLLM, ids)
+        extra = RUN_SECONDS_PER_BYTE * len(request.messages or request.prompt or b"")
+        reply = await self._ask(lane, job, self._deadline, extra)
         assert isinstance(reply, Identified)
         if entry is not None:
             entry.strikes = 0
@@ -298,9 +304,9 @@ class Identifier:
             return "suspended"
         return "" if entry.parity else "no_parity"
 
-    async def _ask(self, lane: Lane, request: Request, seconds: float) -> Reply:
-        """A worker's reply within `seconds` of now; in the queue, too, the time runs."""
-        job = Job(request, seconds)
+    async def _ask(self, lane: Lane, request: Request, seconds: float, extra: float = 0.0) -> Reply:
+        """A worker's reply within `seconds` of now, in the queue, too; the worker may run `extra` seconds more."""
+        job = Job(request, seconds + extra)
         lane.submit(job)
         try:
             async with asyncio.timeout(seconds):

@@ -59,7 +59,7 @@ class Lane:
         self._waiting: deque[Job] = deque()
         self._wake = asyncio.Event()
         self._process: WorkerProcess | None = None
-        self._held: set[str] = set()
+        self._ending: asyncio.Task[None] | None = None
         self.live = asyncio.Event()
         self.starts = 0
         self.kills = 0
@@ -106,9 +106,10 @@ class Lane:
         while self._waiting:
             self._waiting.popleft().fail("restarting", message)
         process, self._process = self._process, None
-        self._held.clear()
         if process is not None:
-            await process.kill()
+            self._ending = asyncio.create_task(process.kill())
+        if self._ending is not None:
+            await asyncio.shield(self._ending)  # a lane cancelled meanwhile comes back here to see it through
 
     async def _load_all(self, process: WorkerProcess) -> None:
         try:
@@ -129,30 +130,39 @@ class Lane:
                 self._broken[model] = reply.message
 
     async def _serve(self, process: WorkerProcess) -> None:
-        while True:
-            while not self._waiting:
-                self._wake.clear()
-                await self._wake.wait()
-            job = self._waiting.popleft()
-            if job.answer.done():
-                continue
-            try:
-                async with asyncio.timeout(job.run_seconds):
-                    reply = await process.call(job.request)
-            except TimeoutError as error:
-                self.kills += 1
-                self._blame(job.request, "takes longer than it may")
-                job.fail("deadline", f"no token ids within {job.run_seconds} s")
-                raise WorkerDied("killed at a deadline") from error
-            except WorkerDied:
-                self._blame(job.request, "kills the identity worker")
-                job.fail("worker_died", "the identity worker died")
-                raise
-            except asyncio.CancelledError:
-                job.fail("restarting", "the gateway is closing")
-                raise
-            if not job.answer.done():
-                job.answer.set_result(reply)
+        watch = asyncio.create_task(process.exited())
+        watch.add_done_callback(lambda _: self._wake.set())
+        try:
+            while True:
+                while not self._waiting:
+                    if watch.done():
+                        raise WorkerDied("it ended while idle")
+                    self._wake.clear()
+                    await self._wake.wait()
+                job = self._waiting.popleft()
+                if not job.answer.done():
+                    await self._serve_one(process, job)
+        finally:
+            watch.cancel()
+
+    async def _serve_one(self, process: WorkerProcess, job: Job) -> None:
+        try:
+            async with asyncio.timeout(job.run_seconds):
+                reply = await process.call(job.request)
+        except TimeoutError as error:
+            self.kills += 1
+            self._blame(job.request, "takes longer than it may")
+            job.fail("deadline", f"no token ids within {job.run_seconds} s")
+            raise WorkerDied("killed at a deadline") from error
+        except WorkerDied:
+            self._blame(job.request, "kills the identity worker")
+            job.fail("worker_died", "the identity worker died")
+            raise
+        except asyncio.CancelledError:
+            job.fail("restarting", "the gateway is closing")
+            raise
+        if not job.answer.done():
+            job.answer.set_result(reply)
 
     def _blame(self, request: Request, what: str) -> None:
         if isinstance(request, Load):

@@ -75,6 +75,10 @@ class WorkerProcess:
         except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
             raise WorkerDied(str(error)) from error
 
+    async def exited(self) -> None:
+        """Returns when the worker has ended."""
+        await self._process.wait()
+
     async def kill(self) -> None:
         """Ends the worker at once and waits until it is gone."""
         try:

@@ -97,7 +97,8 @@ class Account:
         replica = self._fleet.replicas[receipt.replica]
         alone = exchange.queue_free and not exchange.retries and exchange.stream
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
-            replica.speed.observe((receipt.prompt_tokens or 0) - receipt.cached_tokens, receipt.ttft_s)
+            uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
+            self._fleet.speed.observe(replica.id, uncached, receipt.ttft_s)
         if exchange.identity is not None and exchange.identity.mode is IdentityMode.EXACT:
             assert exchange.prompt is not None
             self._profiles.sample(replica, exchange.prompt)

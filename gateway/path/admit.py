@@ -114,6 +114,7 @@ def prompt_request(path: str, model: str, body: Body) -> PromptRequest | None:
         tools=body.get("tools"),
         chat_template_kwargs=body.get("chat_template_kwargs"),
         documents=body.get("documents"),
+        reasoning_effort=body.get("reasoning_effort"),
         add_generation_prompt=body.flag("add_generation_prompt", default=True),
         continue_final_message=body.flag("continue_final_message"),
         add_special_tokens=body.flag("add_special_tokens") if body.get("add_special_tokens") else None,

@@ -21,8 +21,8 @@ class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
     Written by admit: `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`, `tried`,
-    `ticket`, `claim`, `queue_free`; by forward: `retries`, `broken`, `first_byte_s`, `usage`, `outcome`; by `send`: `status`,
-    `started`, `finished`. `account` reads them all.
+    `ticket`, `claim`, `queue_free`; by forward: `retries`, `broken`, `first_byte_s`, `usage`, `outcome`; by `send`:
+    `status`, `started`, `finished`. `account` reads them all.
     """
 
     __slots__ = (

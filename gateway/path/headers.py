@@ -46,9 +46,9 @@ def to_engine(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Header
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]], exchange: Exchange, *, keep_length: bool) -> Headers:
-    """The engine's headers as the client gets them, with the receipt."""
+    """The engine's headers as the client gets them, with the receipt; `date` is set anew by the gateway's server."""
     lowered = [(name.lower(), value) for name, value in headers]
-    dropped = HOP_BY_HOP | _connection_named(lowered) | {b"x-request-id"}
+    dropped = HOP_BY_HOP | _connection_named(lowered) | {b"x-request-id", b"date", b"server"}
     if not keep_length:
         dropped |= {b"content-length"}
     return [(n, v) for n, v in lowered if n not in dropped and not n.startswith(b"x-gateway-")] + receipt(exchange)

@@ -45,9 +45,15 @@ class AdaptiveKey:
     Mooncake conversation trace shares its first 512 tokens), and a fixed deeper one tears shorter prompts apart.
 
     The bound: a boundary is too hot when it was seen in at least `share_bound x (total / replicas + share_prior)` of
-    the last `total` requests. `share_bound` is a fraction of one replica's mean share; 1/2, because the ring gives a
-    replica several keys of that size at most, and the spread of their sum stays under the bound on loads. The prior
-    keeps a single conversation whole: with 8, four requests through a boundary are needed before it can be too hot.
+    the last `total` requests. `share_bound` is a fraction of one replica's mean traffic: 1/2, so that a replica can be
+    the home of two such keys and still carry the mean. With reports the figure hardly matters (Mooncake conversation
+    trace, 8 replicas, half load: the busiest does 1.05 to 1.06 of the mean work for any from 1/4 to 2, hit rate 0.21),
+    that there is one does: keyed by its first unit, the same trace does 1.73, and 1.96 where only the ring is known.
+
+    The prior keeps a conversation whole where only the ring is known: with 8, four requests through a boundary are
+    needed before it can be too hot. A lone conversation of 30 turns then moves 8 times (23 with a prior of 1, 3 with
+    32), each of 40 side by side never. More costs agreement: after one of two gateways restarts, they agree on 97.4 %
+    of the homes with 32, on 99.5 % with 8.
 
     Owns the boundary keys of the last `window_requests` requests and their counts, nothing else: memory is bounded by
     about 40 keys a request. Only `observe` changes it; a `Split` is valid until the next `observe`.

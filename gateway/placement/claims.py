@@ -39,6 +39,10 @@ class PendingClaims:
         self._bits: dict[str, int] = {}
         self._deadlines: deque[Claim] = deque()
 
+    def __len__(self) -> int:
+        """Replicas with live claims."""
+        return len(self._counts)
+
     def claim(self, replica: str, keys: Sequence[int], held_units: int = 0, block_units: int = 1) -> Claim:
         """Claims the whole blocks of a prompt's unit `keys`, of which `held_units` are reported already.
 
@@ -48,7 +52,8 @@ class PendingClaims:
         units = len(keys) // block_units * block_units
         if units <= held_units:
             return Claim(replica, (), 0, 0.0)
-        claim = Claim(replica, keys[:units], units - held_units, self._clock() + self._ttl_s)
+        fresh = units - max(held_units, self.match(replica, keys, block_units))
+        claim = Claim(replica, keys[:units], fresh, self._clock() + self._ttl_s)
         # Counter.update counts in C: 0.3 ms for a prompt of 100,000 tokens.
         self._counts.setdefault(replica, Counter()).update(claim.keys)  # type: ignore[arg-type]
         self._fresh[replica] = self._fresh.get(replica, 0) + claim.fresh_units
@@ -101,7 +106,7 @@ class PendingClaims:
         return low // block_units * block_units
 
     def fresh_units(self, replica: str) -> int:
-        """Units that live claims will add to what `replica` reports; a prefix claimed twice counts twice."""
+        """Units that live claims will add to what `replica` reports; a prefix is counted with the first to claim it."""
         return self._fresh.get(replica, 0)
 
     def clear(self, replica: str) -> None:
@@ -135,7 +140,8 @@ class PendingClaims:
             counts.setdefault(claim.replica, Counter()).update(claim.keys)
             fresh[claim.replica] = fresh.get(claim.replica, 0) + claim.fresh_units
         assert counts == self._counts
-        assert fresh == {replica: units for replica, units in self._fresh.items() if units}
+        assert all(units == fresh.get(replica, 0) for replica, units in self._fresh.items())
+        assert set(fresh) <= set(self._fresh)
         assert sum(len(waiting) for waiting in self._awaited.values()) == len(live)
 
 

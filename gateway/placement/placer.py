@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Collection, Sequence
 
 import xxhash
@@ -42,10 +41,10 @@ class Placer:
     """Places requests: the lowest cost, within the bounds, with the ring deciding between equals.
 
     *Keep together or spread.* A prompt whose held part reaches its ring key (`AdaptiveKey`), or that lacks no more than
-    a prefill chunk, is kept with its holder: the walk that breaks ties starts there. Any other prompt has a
-    remainder worth a home of its own: the walk starts at the ring's first, and the hot prefix above its ring
-    key, if any, counts as held by the first k replicas of that prefix's own ring order, k being what its traffic needs.
-    Without that credit the one replica that holds the system prompt would draw every new conversation.
+    a prefill chunk, is kept with its holders: the walk that breaks ties starts where their arc of the circle begins.
+    Any other prompt has a remainder worth a home of its own: the walk starts at the ring's first, and the hot prefix
+    above its ring key, if any, counts as held by the first k replicas of that prefix's own ring order, k being what its
+    traffic needs. Without that credit the one replica that holds the system prompt would draw every new conversation.
 
     *Ties.* Costs within `band_tokens` of prefill are equal. 128 tokens, 8 blocks: gateways whose views differ by a
     block or by a short request still agree, and it stays below the least that should count, the half-priced eviction
@@ -104,27 +103,33 @@ class Placer:
 
         split = self.traffic.split(keys, len(views))
         best_cached = max(option.cached for option in usable)
-        best_units = max(option.units for option in usable)
-        worth = best_cached > self.settings.band_tokens
-        keep = worth and (best_units >= split.depth or tokens - best_cached <= self.settings.prefill_chunk_tokens)
-        order = self.ring.order(self._ring_key(keys, split, best_units if keep else split.depth), options)
-        walk = [options[replica] for replica in order]
+        band = self.settings.band_tokens
+        holders = [option for option in usable if option.cached > 0 and option.cached >= best_cached - band]
+        small = tokens - best_cached <= self.settings.prefill_chunk_tokens
+        keep = best_cached > band and (small or max(option.units for option in holders) >= split.depth)
+        # The depth of the walk's key. With a small remainder it depends on what is held alone, not on recent traffic:
+        # the copies of a prefix are to be made in one order, before and after it is found to be hot.
+        depth = boundary_at_most(min(option.units for option in holders)) if keep and small else split.depth
+        key = keys[depth - 1] if keys else self._keyless_key()
+        walk = [options[replica] for replica in self.ring.order(key, options)]
         start = 0
         if keep:
-            start = next(i for i, option in enumerate(walk) if option.usable and option.cached == best_cached)
+            held = [i for i, option in enumerate(walk) if option.usable and option.cached >= best_cached - band]
+            start = _arc_start(held, len(walk))
         self._rank(identity, split, options, keep)
 
         bounds = Bounds([option.view for option in usable], self.settings)
         for option in usable:
             option.within = bounds.within(option.view, option.terms.prefill_s)
-        home = self._first([option for option in walk[start:] + walk[:start] if option.usable])
+        home = self._first([option for option in walk[start:] + walk[:start] if option.usable], _rank)
         position = walk.index(home)
         cyclic = walk[position:] + walk[:position]
         if pinned is not None:
             chosen, reason = options[pinned], Reason.PINNED
         else:
             chosen = home if home.within else self._spill(cyclic, bounds)
-            reason = self._reason(identity, chosen, home, walk[0], best_cached, exclude)
+            first = walk[0].view.id if depth == split.depth else self.ring.first(keys[split.depth - 1], options)
+            reason = self._reason(chosen, home, first, best_cached, exclude)
         return Placement(
             replica=chosen.view.id,
             reason=reason,
@@ -189,6 +194,7 @@ class Placer:
             asked = {view.id: view.block_units for view in views if view.claims is Claims.REPORTS}
             reported = self.index.match(keys, asked) if asked else {}
         options: dict[str, _Option] = {}
+        pending = self.pending if len(self.pending) else None
         for view in views:
             replica = view.id
             if self.ring.weight(replica) != view.weight:
@@ -199,8 +205,10 @@ class Placer:
             if not hashed and view.claims is not Claims.NONE:
                 if exact and view.claims is Claims.REPORTS:
                     claims = Claims.REPORTS
-                    units = max(reported.get(replica, 0), self.pending.match(replica, keys, view.block_units))
-                    blocks = -(-self.pending.fresh_units(replica) // view.block_units)
+                    units = reported.get(replica, 0)
+                    if pending is not None:
+                        units = max(units, pending.match(replica, keys, view.block_units))
+                        blocks = -(-pending.fresh_units(replica) // view.block_units)
                 else:
                     claims = Claims.LEARNED
                     units = self.learned.match(replica, keys, view.block_units if exact else 1)
@@ -213,12 +221,9 @@ class Placer:
             options[replica] = _Option(view, claims, units, cached, blocks, terms)
         return options
 
-    def _ring_key(self, keys: array[int], split: Split, units: int) -> int:
-        if not keys:
-            # Prompts without a whole unit share nothing: spread them, the same way in every run.
-            return xxhash.xxh3_64_intdigest(self._keyless.to_bytes(8, "little"))
-        # Kept by a prefix hotter than a ring key may be: walk from that prefix, not from what follows it.
-        return keys[min(split.depth, boundary_at_most(units)) - 1] if units < split.depth else keys[split.depth - 1]
+    def _keyless_key(self) -> int:
+        # Prompts without a whole unit share nothing: spread them, the same way in every run.
+        return xxhash.xxh3_64_intdigest(self._keyless.to_bytes(8, "little"))
 
     def _rank(self, identity: PromptIdentity, split: Split, options: dict[str, _Option], keep: bool) -> None:
         if identity.mode is IdentityMode.HASH:
@@ -234,24 +239,23 @@ class Placer:
                     terms = self._cost.terms(option.view, identity.tokens, credit, option.blocks)
                     option.rank_s = terms.total_s
 
-    def _first(self, walk: Sequence[_Option]) -> _Option:
+    def _first(self, walk: Sequence[_Option], rank: Callable[[_Option], float]) -> _Option:
         """The first of the walk whose cost is within the band of the least."""
-        best = min(walk, key=_rank)
-        limit = best.rank_s + self.settings.band_tokens / best.view.prefill_tokens_per_s
-        return next(option for option in walk if option.rank_s <= limit)
+        best = min(walk, key=rank)
+        limit = rank(best) + self.settings.band_tokens / best.view.prefill_tokens_per_s
+        return next(option for option in walk if rank(option) <= limit)
 
     def _spill(self, cyclic: Sequence[_Option], bounds: Bounds) -> _Option:
         feasible = [option for option in cyclic if option.within]
         if feasible:
-            return self._first(feasible)
+            return self._first(feasible, _rank_of_copy)
         return min((option for option in cyclic if option.usable), key=lambda option: bounds.pressure(option.view))
 
     def _reason(
         self,
-        identity: PromptIdentity,
         chosen: _Option,
         home: _Option,
-        first: _Option,
+        first: str | None,
         best_cached: int,
         exclude: Collection[str],
     ) -> Reason:
@@ -265,11 +269,26 @@ class Placer:
             return Reason.COLD
         if chosen.cached < best_cached:
             return Reason.COST
-        return Reason.HOME if chosen is first else Reason.LONGEST
+        return Reason.HOME if chosen.view.id == first else Reason.LONGEST
+
+
+def _arc_start(positions: Sequence[int], circle: int) -> int:
+    """Where on the circle the holders begin: after its longest stretch of others. `positions` ascend.
+
+    Copies are made clockwise from home, so home is where their arc begins, also when it runs over the circle's end.
+    """
+    gaps = [(position - positions[i - 1]) % circle for i, position in enumerate(positions)]
+    return positions[gaps.index(max(gaps))]
 
 
 def _rank(option: _Option) -> float:
     return option.rank_s
+
+
+def _rank_of_copy(option: _Option) -> float:
+    """Without the price of eviction: where the next copy of a hot prefix goes must not depend on which cache happens to
+    have room, or its copies would be everywhere."""
+    return max(0.0, option.rank_s - option.terms.eviction_s)
 
 
 def _candidate(option: _Option, position: int) -> Candidate:

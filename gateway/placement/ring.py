@@ -73,6 +73,15 @@ class HashRing:
             key = 0
         return order
 
+    def first(self, key: int, among: Collection[str]) -> str | None:
+        """The first of `order`, without the rest of the walk."""
+        replica: str
+        for start in (key, 0):
+            for _, replica in self._points.irange((start, "")):
+                if replica in among:
+                    return replica
+        return None
+
     def check(self) -> None:
         """Asserts that the points are exactly those of the replicas and weights given."""
         expected = sorted(self._point(replica, i) for replica in self._weights for i in range(self._count(replica)))

@@ -22,6 +22,8 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The floor of the bound on running sequences."""
     band_tokens: int = 128
     """Costs that differ by less than the prefill of this many tokens count as equal; see `placer`."""
+    prefill_weight: float = 1.5
+    """Price of a second of prefill against a second in the queue; see `cost`."""
     eviction_weight: float = 0.5
     """Price of evicting a token, as a share of the seconds its prefill would take; see `cost`."""
     virtual_nodes: int = 512
@@ -44,7 +46,7 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _require(key, getattr(self, key), getattr(self, key) > 0, "above 0")
         for key in ("prefill_chunk_tokens", "virtual_nodes", "window_requests", "learned_units", "floor_sequences"):
             _require(key, getattr(self, key), getattr(self, key) >= 1, "at least 1")
-        for key in ("band_tokens", "eviction_weight", "share_prior"):
+        for key in ("band_tokens", "prefill_weight", "eviction_weight", "share_prior"):
             _require(key, getattr(self, key), getattr(self, key) >= 0, "at least 0")
 
 

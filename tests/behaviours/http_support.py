@@ -94,7 +94,7 @@ class FaultEngine:
 
     async def __aenter__(self) -> FaultEngine:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -174,7 +174,7 @@ async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         servers.append((server, asyncio.create_task(server.serve([bound]))))
-        urls.append("http://127.0.0.1:%d" % bound.getsockname()[1])
+        urls.append(f"http://127.0.0.1:{bound.getsockname()[1]}")
     try:
         async with gateway.running():
             await eventually(lambda: all(r.engine_up for r in gateway.fleet.replicas.values()))

@@ -1,0 +1,235 @@
+"""Recorded conversations through a gateway with the official OpenAI client: what was predicted, cached and computed.
+
+    python benchmarks/chats.py CHATS.jsonl[.gz] --model tiny --conversations 30 --out benchmarks/results/chats.jsonl
+
+Plays every conversation turn by turn (each turn waits for the one before; the recorded replies are used, not the
+generated ones) under each policy in turn, each on replicas with empty caches: `ours`, and round-robin and least-loaded,
+which pin every request to the replica that they choose. Prints and appends one JSON object a policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import gzip
+import itertools
+import json
+import platform
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from gateway.demo.cluster import Cluster, ClusterOptions, Ports
+
+Chat = list[dict[str, Any]]
+Choose = Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a conversation and what became of it. Tokens; seconds."""
+
+    conversation: int
+    text: str
+    replica: str
+    reason: str
+    identity: str
+    predicted: int
+    cached: int
+    prompt: int
+    ttft_s: float
+
+
+def read_chats(path: Path, count: int) -> list[Chat]:
+    """The messages of the first `count` conversations of a JSON-lines file."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as lines:
+        return [json.loads(line)["messages"] for line in itertools.islice(lines, count)]
+
+
+def requests_of(chat: Chat) -> list[Chat]:
+    """What a client would have sent: the conversation up to every reply of the assistant."""
+    return [chat[:at] for at, message in enumerate(chat) if message["role"] == "assistant" and at > 0]
+
+
+async def play(
+    cluster: Cluster,
+    chats: Sequence[Chat],
+    *,
+    at_once: int = 4,
+    max_tokens: int = 8,
+    choose: Callable[[dict[str, int]], str | None] | None = None,
+) -> list[Turn]:
+    """All turns of all conversations, `at_once` conversations at a time.
+
+    `choose` gets the requests in flight by replica and names the one to pin to; None lets the gateway choose.
+    """
+    running = {f"replica-{at}": 0 for at in range(cluster.count)}
+    queue = list(enumerate(chats))
+    turns: list[Turn] = []
+    async with (
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=600) as client,
+        httpx.AsyncClient(base_url=cluster.admin_url, trust_env=False) as admin,
+    ):
+
+        async def one(number: int, messages: Chat) -> Turn:
+            pin = choose(running) if choose else None
+            if pin:
+                running[pin] += 1
+            try:
+                return await _ask(client, admin, cluster.options.served_name, number, messages, max_tokens, pin)
+            finally:
+                if pin:
+                    running[pin] -= 1
+
+        async def worker() -> None:
+            while queue:
+                number, chat = queue.pop(0)
+                for messages in requests_of(chat):
+                    turns.append(await one(number, messages))
+
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+    return turns
+
+
+async def _ask(
+    client: openai.AsyncOpenAI,
+    admin: httpx.AsyncClient,
+    model: str,
+    number: int,
+    messages: Chat,
+    max_tokens: int,
+    pin: str | None,
+) -> Turn:
+    raw = await client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]
+        stream=True,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_headers={"x-gateway-pin": pin} if pin else {},
+    )
+    text = ""
+    async for chunk in raw.parse():
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+    receipt = await _receipt(admin, raw.headers["x-request-id"])
+    return Turn(
+        conversation=number,
+        text=text,
+        replica=receipt["replica"],
+        reason=receipt["reason"],
+        identity=receipt["identity"],
+        predicted=receipt["predicted_cached_tokens"],
+        cached=receipt["cached_tokens"],
+        prompt=receipt["prompt_tokens"],
+        ttft_s=receipt["ttft_s"],
+    )
+
+
+async def _receipt(admin: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
+    """The receipt is written just after the last byte was sent."""
+    for _ in range(200):
+        response = await admin.get(f"/admin/receipts/{request_id}")
+        if response.status_code == 200:
+            found: dict[str, Any] = response.json()
+            return found
+        await asyncio.sleep(0.01)
+    raise RuntimeError(f"no receipt for {request_id}")
+
+
+def summary(policy: str, turns: Sequence[Turn], block: int = 16) -> dict[str, Any]:
+    """Figures of one run."""
+    ttft = sorted(turn.ttft_s for turn in turns)
+    return {
+        "policy": policy,
+        "turns": len(turns),
+        "prompt_tokens": sum(turn.prompt for turn in turns),
+        "uncached_tokens": sum(turn.prompt - turn.cached for turn in turns),
+        "within_one_block": sum(abs(turn.predicted - turn.cached) <= block for turn in turns) / len(turns),
+        "mean_abs_error_tokens": statistics.mean(abs(turn.predicted - turn.cached) for turn in turns),
+        "ttft_mean_s": round(statistics.mean(ttft), 4),
+        "ttft_p50_s": round(statistics.median(ttft), 4),
+        "ttft_p90_s": round(ttft[int(len(ttft) * 0.9)], 4),
+    }
+
+
+def round_robin() -> Callable[[dict[str, int]], str]:
+    """Each replica in turn."""
+    turn = itertools.count()
+    return lambda running: list(running)[next(turn) % len(running)]
+
+
+def least_loaded(seed: int = 0) -> Callable[[dict[str, int]], str]:
+    """The replica with the fewest requests in flight, ties at random."""
+    rng = random.Random(seed)
+    return lambda running: min(running, key=lambda name: (running[name], rng.random()))
+
+
+POLICIES: dict[str, Callable[[], Callable[[dict[str, int]], str] | None]] = {
+    "ours": lambda: None,
+    "round-robin": round_robin,
+    "least-loaded": least_loaded,
+}
+
+
+async def _run(options: argparse.Namespace) -> None:
+    chats = read_chats(options.chats, options.conversations)
+    base = options.base_port
+    ports = Ports(base, base + 1, *([base + 10 * n + at for at in range(options.replicas)] for n in range(1, 5)))
+    flags = ["--threads", str(options.threads)] + (["--dtype", options.dtype] if options.dtype else [])
+    for policy in options.policies.split(","):
+        cluster = Cluster(
+            ClusterOptions(
+                ports=ports,
+                model=options.model,
+                served_name=options.model,
+                kv_tokens=options.kv_tokens,
+                engine_flags=flags,
+            )
+        )
+        with cluster:
+            cluster.start_all()
+            await cluster.wait_ready(300)
+            turns = await play(cluster, chats, at_once=options.at_once, choose=POLICIES[policy]())
+        result = summary(policy, turns) | {
+            "model": options.model,
+            "chats": options.chats.name,
+            "conversations": len(chats),
+            "replicas": options.replicas,
+            "kv_tokens": options.kv_tokens,
+            "at_once": options.at_once,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "host": f"{platform.machine()}, {platform.system()} {platform.release()}, 2 cores",
+        }
+        print(json.dumps(result), flush=True)
+        if options.out:
+            with options.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chats", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--conversations", type=int, default=30)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--kv-tokens", type=int, default=16_000)
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype")
+    parser.add_argument("--policies", default="ours,round-robin,least-loaded")
+    parser.add_argument("--base-port", type=int, default=18_000)
+    parser.add_argument("--out", type=Path)
+    asyncio.run(_run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

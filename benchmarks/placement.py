@@ -1,0 +1,85 @@
+"""CPU time of one placement decision, by fleet size and prompt length.
+
+    python benchmarks/placement.py [--json]
+
+Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
+the ring and the cost terms all run. `place` decides, `placed` commits (traffic, claim) and its claim is released.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from array import array
+
+from gateway.identity.prompt import IdentityMode, PromptIdentity
+from gateway.placement.index import PrefixIndex
+from gateway.placement.placement import Claims, ReplicaView
+from gateway.placement.placer import Placer
+from kvstore.messages import ROOT_PARENT, Tier
+
+CASES = [(1, 64), (8, 64), (8, 512), (8, 6250), (64, 64), (64, 6250), (256, 64)]
+
+
+def measure(replicas: int, units: int) -> dict[str, float]:
+    """Microseconds of CPU per `place` and per `placed` + `release`."""
+    rng = random.Random(0)
+    index = PrefixIndex()
+    placer = Placer(index)
+    prompts = []
+    base = array("Q", [rng.getrandbits(64) for _ in range(units * 3 // 4)])
+    for _ in range(50):
+        keys = base + array("Q", [rng.getrandbits(64) for _ in range(units - len(base))])
+        prompts.append(PromptIdentity(mode=IdentityMode.EXACT, keys=keys, tokens=units * 16 + 7))
+    views = []
+    for i in range(replicas):
+        replica = f"replica-{i}"
+        index.add_replica(replica)
+        held = base if i == replicas // 2 else base[: units // 4]
+        index.store(replica, Tier.HBM, held, [ROOT_PARENT, *held[:-1]])
+        views.append(
+            ReplicaView(
+                id=replica,
+                claims=Claims.REPORTS,
+                queued_prefill_tokens=rng.randrange(2000),
+                running=rng.randrange(8),
+                prefill_tokens_per_s=30_000.0,
+                capacity_blocks=40_000,
+                held_blocks=39_000,
+            )
+        )
+    placer.place(prompts[0], views)
+    rounds = max(100, 4000 // replicas)
+    begin = time.process_time()
+    for i in range(rounds):
+        placer.place(prompts[i % 50], views)
+    place = time.process_time() - begin
+    placements = [(placer.place(prompt, views), prompt) for prompt in prompts]
+    begin = time.process_time()
+    for placement, prompt in placements:
+        placer.release(placer.placed(placement, prompt))
+    placed = time.process_time() - begin
+    return {"place_us": place / rounds * 1e6, "placed_us": placed / len(placements) * 1e6}
+
+
+def main() -> None:
+    """Prints one line per case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    if not options.json:
+        print(f"Python {platform.python_version()}, {platform.machine()}; CPU microseconds")
+        print(f"{'replicas':>8}  {'tokens':>7}  {'place':>8}  {'placed':>8}")
+    for replicas, units in CASES:
+        result = measure(replicas, units)
+        if options.json:
+            print(json.dumps({"replicas": replicas, "tokens": units * 16, **result}))
+        else:
+            print(f"{replicas:>8}  {units * 16:>7}  {result['place_us']:>8.0f}  {result['placed_us']:>8.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""`python -m replica_agent`: the sidecar of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from replica_agent.app import create_app
+from replica_agent.errors import PortTaken, SettingsError
+from replica_agent.replica import Replica
+from replica_agent.settings import Settings, load_settings
+from replica_agent.telemetry import set_up_tracing
+
+_logger = logging.getLogger("replica_agent")
+
+EXIT_UNUSABLE = 2
+STREAMS_GRACE_S = 1
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the agent: uvicorn would raise them again at the end, and exit with an error."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise PortTaken(f"--port: cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    return listener
+
+
+async def serve(settings: Settings, listener: socket.socket) -> None:
+    """Runs the agent until SIGTERM or SIGINT. Raises what a part of it raised, as an exception group."""
+    replica = Replica(settings)
+    config = uvicorn.Config(
+        create_app(replica),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STREAMS_GRACE_S,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # A gateway that does not read keeps its response from ending; uvicorn would log its cancellation as an error.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        replica.hub.close()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    stop_tracing = set_up_tracing(os.environ, settings.replica_id)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(replica.run())
+            await server.serve(sockets=[listener])
+            following.cancel()
+    finally:
+        await asyncio.to_thread(stop_tracing)
+
+
+def main() -> int:
+    """Reads the settings and serves. 0 after a clean stop, 2 when the settings or the port cannot be used."""
+    try:
+        settings = load_settings(sys.argv[1:], os.environ)
+        logging.basicConfig(
+            level=settings.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        for noisy in ("httpx", "httpcore", "uvicorn", "asyncio"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        listener = _listen(settings)
+    except (SettingsError, PortTaken) as error:
+        sys.stderr.write(f"replica_agent: {error}\n")
+        return EXIT_UNUSABLE
+    host, port = listener.getsockname()[:2]
+    _logger.info("%s: engine %s, listening on http://%s:%d", settings.replica_id, settings.engine, host, port)
+    uvloop.run(serve(settings, listener))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The agent's HTTP side."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvstore.messages import ModelFiles
+from replica_agent.metrics import make_registry, metrics_page
+from replica_agent.replica import Replica
+from replica_agent.telemetry import TraceMiddleware
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+
+
+class TokenMiddleware:
+    """Lets `/v1/*` pass with the deployment's token only; `/health` and `/metrics` are for everyone."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 401 or runs the application."""
+        if scope["type"] == "http" and self._expected is not None and scope["path"].startswith("/v1/"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                response = _error(401, "invalid_token", "this agent asks for the deployment's token")
+                response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def create_app(replica: Replica) -> Starlette:
+    """Routes over one replica. The replica must be running in the same event loop."""
+    registry = make_registry(replica)
+
+    async def hello(request: Request) -> Response:
+        answer = replica.hello()
+        if answer is None:
+            return _error(503, "engine_unseen", f"the engine at {replica.settings.engine} has not answered yet")
+        return _json(200, answer)
+
+    async def model_files(request: Request) -> Response:
+        files = replica.files
+        if not isinstance(files, ModelFiles):
+            return _error(503 if files.code == "engine_unseen" else 404, files.code, str(files))
+        tag = f'"{files.digest}"'
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"etag": tag})
+        return Response(msgspec.msgpack.encode(files), media_type=MSGPACK, headers={"etag": tag})
+
+    async def reports(request: Request) -> Response:
+        return StreamingResponse(replica.hub.stream(), media_type="application/octet-stream")
+
+    async def health(request: Request) -> Response:
+        engine = replica.engine_state()
+        return _json(
+            200,
+            {
+                "status": "ok" if engine.up else "engine_down",
+                "replica_id": replica.settings.replica_id,
+                "engine_up": engine.up,
+                "epoch": replica.hub.epoch,
+                "blocks": replica.catalogue.blocks,
+                "subscribed": replica.subscriber.connected,
+                "syncing": replica.subscriber.syncing,
+                "trouble": replica.trouble,
+                "last_event_error": replica.subscriber.last_error,
+            },
+        )
+
+    async def metrics(request: Request) -> Response:
+        return Response(metrics_page(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error(error.status_code, "http_error", error.detail)
+
+    return Starlette(
+        routes=[
+            Route("/v1/hello", hello),
+            Route("/v1/model-files", model_files),
+            Route("/v1/reports", reports),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(TraceMiddleware), Middleware(TokenMiddleware, token=replica.settings.token)],
+        exception_handlers={HTTPException: http_error},
+    )
+
+
+def _json(status: int, value: object) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def _error(status: int, code: str, message: str) -> Response:
+    return _json(status, {"error": {"code": code, "message": message}})

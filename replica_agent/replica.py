@@ -1,0 +1,186 @@
+"""One engine as its agent knows it: what it is, whether it lives, what it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+from kvstore.geometry import KvGeometry
+from kvstore.identity import UNIT_TOKENS, Namespace
+from kvstore.messages import Hello, ModelFiles
+from replica_agent.catalogue import Catalogue
+from replica_agent.engine_client import EngineClient, EngineIdentity, EngineWatcher, local_root
+from replica_agent.errors import ModelFilesUnavailable
+from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EventBatch
+from replica_agent.events.subscriber import KvEventSubscriber
+from replica_agent.load import EngineMetrics
+from replica_agent.model_files import load_geometry, load_model_files
+from replica_agent.reports import EngineState, ReportHub
+from replica_agent.settings import Settings
+from replica_agent.telemetry import resync_span
+
+_logger = logging.getLogger(__name__)
+
+_EVENT_NAMES = {BlockStored: "stored", BlockRemoved: "removed", AllCleared: "cleared"}
+
+
+class Replica:
+    """Joins the watcher (is the engine there?), the subscriber (what did it do?), the catalogue and the streams.
+
+    Owns all four and every fact about the engine. Events reach the catalogue from the subscriber's task alone. The
+    catalogue is emptied, under a new epoch, whenever it may not be the living engine's: a lost connection, a gap that
+    no replay fills, an unreadable batch, another process at the same address, nothing there at all. An engine that is
+    merely silent is reported down, but keeps its blocks: it may be stopped, and nothing else can be in its place
+    without a new start time or a refused connection.
+    """
+
+    def __init__(self, settings: Settings, *, epoch: int | None = None) -> None:
+        self.settings = settings
+        self.catalogue = Catalogue("", settings.route_seed, max_orphans=settings.max_orphans)
+        self.hub = ReportHub(
+            self.catalogue,
+            self.engine_state,
+            epoch=time.time_ns() if epoch is None else epoch,
+            buffer_bytes=settings.stream_buffer_bytes,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+        )
+        self.subscriber = KvEventSubscriber(
+            self, settings.kv_events, settings.kv_replay, topic=settings.kv_topic, dp_rank=settings.dp_rank
+        )
+        self._client = EngineClient(settings.engine, settings.dp_rank)
+        self._watcher = EngineWatcher(self._client, self, interval_s=settings.poll_interval_s)
+        self._engine = EngineState(up=False, metrics=EngineMetrics())
+        self._model = ""
+        self.identity: EngineIdentity | None = None
+        self.files: ModelFiles | ModelFilesUnavailable = ModelFilesUnavailable("engine_unseen", "no engine seen yet")
+        self.geometry: KvGeometry | None = None
+        self.resyncs: Counter[str] = Counter()
+        self.events: Counter[str] = Counter(dict.fromkeys((*_EVENT_NAMES.values(), "ignored"), 0))
+        self.event_lag_s = 0.0
+
+    async def run(self) -> None:
+        """Follows the engine until cancelled; a defect in any part ends all of them."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watcher.run())
+                tasks.create_task(self.subscriber.run())
+                tasks.create_task(self.hub.run())
+        finally:
+            self.hub.close()
+            await self._client.close()
+
+    def engine_state(self) -> EngineState:
+        """Whether the engine answers, and what it said last."""
+        return self._engine
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in an engine block, 0 as long as nobody said."""
+        return self._engine.metrics.block_size or self.catalogue.block_size
+
+    @property
+    def trouble(self) -> list[str]:
+        """What keeps this replica from being routed to by prefix, in words."""
+        trouble = []
+        if not self._engine.up:
+            trouble.append("the engine does not answer")
+        if not self.subscriber.connected:
+            trouble.append(f"no connection to the engine's KV events at {self.settings.kv_events}")
+        if self.block_size % UNIT_TOKENS:
+            trouble.append(f"block size {self.block_size} is not a multiple of {UNIT_TOKENS}: no block can be named")
+        return trouble
+
+    def hello(self) -> Hello | None:
+        """Who this is; None until the engine has been seen once."""
+        if self.identity is None:
+            return None
+        exact = isinstance(self.files, ModelFiles) and self.block_size % UNIT_TOKENS == 0
+        return Hello(
+            replica_id=self.settings.replica_id,
+            dp_rank=self.settings.dp_rank,
+            epoch=self.hub.epoch,
+            engine=self.identity.engine,
+            engine_version=self.identity.version,
+            engine_up=self._engine.up,
+            # The first is the name that RouteKeys are made with.
+            models=[self._model, *(model for model in self.identity.models if model != self._model)],
+            block_size=self.block_size,
+            capacity_blocks=self._engine.metrics.capacity_blocks or 0,
+            geometry=self.geometry,
+            identity_modes=["exact", "text", "hash"] if exact else ["text", "hash"],
+            route_seed_check=Namespace("").root(self.settings.route_seed),
+        )
+
+    # What the subscriber tells.
+
+    def apply(self, batch: EventBatch) -> None:
+        """Takes a batch into the catalogue."""
+        for event in batch.events:
+            self.events[_EVENT_NAMES[type(event)]] += 1
+        self.events["ignored"] += batch.ignored
+        self.event_lag_s = max(0.0, time.time() - batch.timestamp)
+        self.catalogue.apply(batch.events)
+        self.hub.changed()
+
+    def restart(self, reason: str) -> None:
+        """Empties the catalogue: what it says can no longer be vouched for."""
+        self.resyncs[reason] += 1
+        with resync_span(reason):
+            self.hub.new_epoch(self._model)
+        count = self.resyncs[reason]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ... of a kind: a broken engine may do this with every step
+            _logger.warning("catalogue emptied: %s (%d so far), epoch %d", reason, count, self.hub.epoch)
+
+    # What the watcher tells.
+
+    async def engine_seen(self, identity: EngineIdentity, metrics: EngineMetrics) -> None:
+        """Learns what the engine serves, then lets the subscription begin."""
+        model = self.settings.model or identity.models[0]
+        directory = self.settings.model_dir or local_root(identity.root)
+        if directory is None:
+            self.geometry = None
+            self.files = ModelFilesUnavailable("no_model_dir", f"--model-dir is not set, {identity.root!r} not here")
+        else:
+            self.geometry = await asyncio.to_thread(load_geometry, directory)
+            try:
+                self.files = await asyncio.to_thread(load_model_files, directory, model)
+            except ModelFilesUnavailable as error:
+                self.files = error
+        self._engine = EngineState(up=self._engine.up, metrics=metrics)
+        self.identity = identity
+        if model != self._model:
+            had_one, self._model = bool(self._model), model
+            if had_one:
+                self.subscriber.restart("model_changed")
+            else:
+                self.hub.new_epoch(model)
+        self.subscriber.resume()
+
+    def engine_measured(self, metrics: EngineMetrics) -> None:
+        """Passes a change of load on at once."""
+        before, self._engine = self._engine, EngineState(up=True, metrics=metrics)
+        if not before.up or before.metrics.load != metrics.load:
+            self.hub.beat()
+
+    def engine_replaced(self) -> None:
+        """Another process: nothing of the last one counts. The next subscription waits until it is known."""
+        self.subscriber.pause("engine_replaced")
+
+    def engine_silent(self) -> None:
+        """Says so; see the class for why the catalogue stays."""
+        self._down()
+
+    def engine_gone(self) -> None:
+        """Says so, and forgets what the engine held."""
+        self.subscriber.pause("engine_gone")
+        self._down()
+
+    def _down(self) -> None:
+        if self._engine.up:
+            metrics = EngineMetrics(
+                block_size=self._engine.metrics.block_size, capacity_blocks=self._engine.metrics.capacity_blocks
+            )
+            self._engine = EngineState(up=False, metrics=metrics)
+            self.hub.beat()

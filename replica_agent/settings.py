@@ -1,0 +1,220 @@
+"""What an agent is told at its start: flags, and `REPLICA_AGENT_*` variables under the same names.
+
+A flag wins over a variable, a variable over the default. The token is a secret and comes from `REPLICA_AGENT_TOKEN` or
+from a file, never from a flag. A bad value or an unknown variable stops the start and is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from replica_agent.errors import SettingsError
+
+ENV_PREFIX = "REPLICA_AGENT_"
+
+# A Kubernetes Service called "replica-agent" makes the kubelet put such variables into every pod of its namespace.
+_KUBERNETES_OWN = re.compile(r"(SERVICE_(HOST|PORT.*)|PORT_\d+_.*)$")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an agent is told. Endpoints are ZMQ (`tcp://host:port`), `engine` is the engine's base URL.
+
+    `kv_replay` and `model_dir` are None when there is none; `model` overrides the name under which the engine serves
+    its base model; `route_seed` (u64) is the deployment's and must be the gateways'.
+    """
+
+    engine: str
+    kv_events: str
+    kv_replay: str | None
+    kv_topic: str
+    host: str
+    port: int
+    replica_id: str
+    dp_rank: int
+    route_seed: int
+    model: str | None
+    model_dir: Path | None
+    token: str | None
+    poll_interval_s: float
+    heartbeat_interval_s: float
+    stream_buffer_bytes: int
+    max_orphans: int
+    log_level: str
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be empty")
+    return value
+
+
+def _optional(value: str) -> str | None:
+    return value or None
+
+
+def _url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"expected http://host:port, got {value!r}")
+    return value.rstrip("/")
+
+
+def _endpoint(value: str) -> str:
+    if not re.match(r"(tcp://[^\s/]+:\d+|ipc://.+)$", value):
+        raise ValueError(f"expected tcp://host:port or ipc://path, got {value!r}")
+    return value.replace("tcp://*:", "tcp://127.0.0.1:")
+
+
+def _optional_endpoint(value: str) -> str | None:
+    return _endpoint(value) if value else None
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        try:
+            number = int(value, 0)
+        except ValueError:
+            raise ValueError(f"expected an integer, got {value!r}") from None
+        if not low <= number <= high:
+            raise ValueError(f"expected {low} to {high}, got {number}")
+        return number
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(f"expected seconds, got {value!r}") from None
+        if not low <= number <= high:
+            raise ValueError(f"expected {low} to {high} seconds, got {value}")
+        return number
+
+    return parse
+
+
+def _directory(value: str) -> Path | None:
+    if not value:
+        return None
+    path = Path(value)
+    if not path.is_dir():
+        raise ValueError(f"no such directory: {value}")
+    return path
+
+
+def _level(value: str) -> str:
+    if value not in ("debug", "info", "warning", "error"):
+        raise ValueError(f"expected debug, info, warning or error, got {value!r}")
+    return value
+
+
+class _Key(NamedTuple):
+    name: str
+    parse: Callable[[str], Any]
+    default: str | None
+    help: str
+
+
+KEYS = (
+    _Key("engine", _url, None, "base URL of the engine, such as http://127.0.0.1:8100"),
+    _Key("kv_events", _endpoint, "tcp://127.0.0.1:5557", "where the engine publishes its KV events"),
+    _Key(
+        "kv_replay", _optional_endpoint, "", "where the engine replays them; without it every gap empties the catalogue"
+    ),
+    _Key("kv_topic", str, "", "topic prefix to subscribe to"),
+    _Key("host", _text, "127.0.0.1", "address to listen on"),
+    _Key("port", _integer(0, 65535), "8200", "port to listen on; 0 takes a free one"),
+    _Key("replica_id", _text, "replica-0", "stable name of this replica"),
+    _Key("dp_rank", _integer(0, 65535), "0", "data-parallel rank of the engine that this agent speaks for"),
+    _Key("route_seed", _integer(0, 2**64 - 1), "0", "the deployment's seed, the same on every gateway and agent"),
+    _Key("model", _optional, "", "name of the base model as served; default: what the engine says"),
+    _Key("model_dir", _directory, "", "directory with the model's tokenizer files; default: what the engine says"),
+    _Key("poll_interval", _seconds(0.01, 60), "0.25", "seconds between looks at the engine's metrics"),
+    _Key("heartbeat_interval", _seconds(0.01, 60), "0.25", "longest time between two heartbeats, seconds"),
+    _Key(
+        "stream_buffer_bytes", _integer(65536, 2**34), "16777216", "bytes a report stream may lag before it is closed"
+    ),
+    _Key("max_orphans", _integer(0, 2**24), "65536", "blocks kept aside whose chain to the root is unknown"),
+    _Key("log_level", _level, "info", "debug, info, warning or error"),
+    _Key("token_file", str, "", "file with the token that /v1/* asks for"),
+)
+
+
+def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Settings from flags and variables. Raises SettingsError; argparse exits on `--help` and unknown flags."""
+    parser = argparse.ArgumentParser(
+        prog="replica_agent", description="Reports which prefixes one engine holds.", allow_abbrev=False
+    )
+    for key in KEYS:
+        default = f" (default {key.default})" if key.default else ""
+        parser.add_argument(f"--{key.name.replace('_', '-')}", dest=key.name, help=key.help + default)
+    flags = vars(parser.parse_args(argv))
+    _refuse_unknown(environ)
+    values = {key.name: _value(key, flags[key.name], environ) for key in KEYS}
+    return Settings(
+        engine=values["engine"],
+        kv_events=values["kv_events"],
+        kv_replay=values["kv_replay"],
+        kv_topic=values["kv_topic"],
+        host=values["host"],
+        port=values["port"],
+        replica_id=values["replica_id"],
+        dp_rank=values["dp_rank"],
+        route_seed=values["route_seed"],
+        model=values["model"],
+        model_dir=values["model_dir"],
+        token=_token(environ, values["token_file"]),
+        poll_interval_s=values["poll_interval"],
+        heartbeat_interval_s=values["heartbeat_interval"],
+        stream_buffer_bytes=values["stream_buffer_bytes"],
+        max_orphans=values["max_orphans"],
+        log_level=values["log_level"],
+    )
+
+
+def _value(key: _Key, flag: str | None, environ: Mapping[str, str]) -> Any:
+    variable = ENV_PREFIX + key.name.upper()
+    if flag is not None:
+        source, text = f"--{key.name.replace('_', '-')}", flag
+    elif variable in environ:
+        source, text = variable, environ[variable]
+    elif key.default is not None:
+        return key.parse(key.default)
+    else:
+        raise SettingsError(f"--{key.name.replace('_', '-')}", f"required: {key.help}")
+    try:
+        return key.parse(text)
+    except ValueError as error:
+        raise SettingsError(source, str(error)) from None
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    known = {key.name.upper() for key in KEYS} | {"TOKEN"}
+    for variable in environ:
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and not _KUBERNETES_OWN.match(name):
+            raise SettingsError(variable, f"no such setting; known: {', '.join(sorted(known))}")
+
+
+def _token(environ: Mapping[str, str], token_file: str) -> str | None:
+    if not token_file:
+        token = environ.get(ENV_PREFIX + "TOKEN")
+        if token is not None and not token.strip():
+            raise SettingsError(ENV_PREFIX + "TOKEN", "set but empty")
+        return token.strip() if token else None
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError("--token-file", f"cannot be read: {error}") from error
+    if not token:
+        raise SettingsError("--token-file", f"is empty: {token_file}")
+    return token

@@ -1,0 +1,201 @@
+"""The ledger against a recount from every catalogue."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import combinations
+
+import pytest
+
+from gateway.duplication.ledger import Ledger
+from gateway.placement.index import PrefixIndex
+from kvstore.identity import Namespace, token_keys
+from kvstore.messages import ROOT_PARENT, Tier
+
+KINDS = {"m-16": ("m", 16, 1000), "m-64": ("m", 64, 4000), "n-16": ("n", 16, 77)}
+"""Model, block tokens and block bytes of the replicas, by the first part of their ids."""
+
+
+class Catalogues:
+    """What every replica holds, kept plainly: (tier, key) -> parent."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[tuple[Tier, int], int]] = {}
+
+    def _groups(self):
+        for kind, (model, tokens, size) in KINDS.items():
+            above = {
+                key: parent
+                for replica, held in self.held.items()
+                if replica.startswith(kind)
+                for (_, key), parent in held.items()
+            }
+            for tier in Tier:
+                blocks: dict[int, set[str]] = {}
+                for replica, held in self.held.items():
+                    if replica.startswith(kind):
+                        for held_tier, key in held:
+                            if held_tier is tier:
+                                blocks.setdefault(key, set()).add(replica)
+                yield model, tokens, size, tier, blocks, above
+
+    def totals(self):
+        found: dict[tuple[str, Tier], tuple[int, int]] = {}
+        for model, _, size, tier, blocks, _ in self._groups():
+            held, distinct = found.get((model, tier), (0, 0))
+            copies = sum(len(holders) for holders in blocks.values())
+            found[model, tier] = (held + copies * size, distinct + len(blocks) * size)
+        return {place: figures for place, figures in found.items() if figures != (0, 0)}
+
+    def excess(self):
+        return sum((len(h) - 1) * size for _, _, size, _, blocks, _ in self._groups() for h in blocks.values())
+
+    def pairs(self):
+        found: dict[tuple[Tier, str, str], int] = {}
+        for _, _, size, tier, blocks, _ in self._groups():
+            for holders in blocks.values():
+                for pair in combinations(sorted(holders), 2):
+                    found[tier, *pair] = found.get((tier, *pair), 0) + size
+        return found
+
+    def prefixes(self):
+        """(key, model, tier, depth tokens, tokens, holders, excess) of every maximal segment, from the definition."""
+        found = set()
+        for model, tokens, size, tier, blocks, above in self._groups():
+            shared = {key: frozenset(h) for key, h in blocks.items() if len(h) > 1}
+            parent = {key: self.held[min(h)][tier, key] for key, h in shared.items()}
+            goes_on = {
+                key: [child for child in shared if parent[child] == key and shared[child] == holders]
+                for key, holders in shared.items()
+            }
+            for key, holders in shared.items():
+                if len(goes_on[key]) == 1:
+                    continue
+                first, length = key, 1
+                while shared.get(parent[first]) == holders and len(goes_on[parent[first]]) == 1:
+                    first, length = parent[first], length + 1
+                depth, at = 0, key
+                while at in above:
+                    depth, at = depth + 1, above[at]
+                excess = (len(holders) - 1) * length * size
+                found.add((key, model, tier, depth * tokens, length * tokens, tuple(sorted(holders)), excess))
+        return found
+
+
+def _documents(rng: random.Random, model: str) -> list[array]:
+    prompts = [[rng.randrange(500) for _ in range(16 * 24)]]
+    for _ in range(9):
+        base = rng.choice(prompts)
+        cut = 16 * rng.randrange(0, len(base) // 16 + 1)
+        prompts.append(base[:cut] + [rng.randrange(500) for _ in range(16 * rng.randrange(1, 20))])
+    return [token_keys(Namespace(model=model).root(0), prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_duplication_equals_brute_force(seed):
+    """Thousands of random changes: chains stored from the root, tails evicted, clears, replicas that come and go."""
+    rng = random.Random(seed)
+    index, catalogues = PrefixIndex(), Catalogues()
+    ledger = Ledger(index)
+    documents = {model: _documents(rng, model) for model in "mn"}
+    names = [f"{kind}-{i}" for kind in KINDS for i in range(4)]
+    for step in range(2500):
+        replica = rng.choice(names)
+        model, tokens, size = KINDS[replica[:4]]
+        if replica not in catalogues.held:
+            index.add_replica(replica)
+            catalogues.held[replica] = {}
+            ledger.register(replica, model, size, tokens)
+        held = catalogues.held[replica]
+        action, tier = rng.random(), rng.choice([Tier.HBM, Tier.HBM, Tier.DRAM])
+        units = tokens // 16
+        keys = rng.choice(documents[model])[units - 1 :: units]
+        if action < 0.55:
+            keys = keys[: rng.randrange(len(keys) + 1)]
+            parents = [keys[i - 1] if i else ROOT_PARENT for i in range(len(keys))]
+            index.store(replica, tier, keys, parents)
+            for key, parent in zip(keys, parents, strict=True):
+                held.setdefault((tier, key), parent)
+        elif action < 0.9:
+            gone = keys[rng.randrange(len(keys) + 1) :] if rng.random() < 0.8 else keys[: rng.randrange(len(keys) + 1)]
+            index.remove(replica, tier, gone)
+            for key in gone:
+                held.pop((tier, key), None)
+        elif action < 0.95:
+            index.clear(replica)
+            held.clear()
+        else:
+            index.remove_replica(replica)
+            del catalogues.held[replica]
+            if rng.random() < 0.5:
+                ledger.forget(replica)
+        assert ledger.excess == sum(totals.excess for totals in ledger.totals().values())
+        if step % 25 == 0:
+            assert ledger.excess == catalogues.excess()
+            assert {p: (t.held, t.distinct) for p, t in ledger.totals().items() if t.held} == catalogues.totals()
+            assert ledger.pairs() == catalogues.pairs()
+        if step % 250 == 0:
+            ledger.check()
+            prefixes = ledger.prefixes(top=10_000)
+            assert {
+                (p.key, p.model, p.tier, p.depth_tokens, p.tokens, tuple(p.holders), p.excess_bytes) for p in prefixes
+            } == catalogues.prefixes()
+            assert sum(p.excess_bytes for p in prefixes) == ledger.excess
+            assert [p.excess_bytes for p in prefixes] == sorted((p.excess_bytes for p in prefixes), reverse=True)
+    for replica in list(catalogues.held):
+        index.remove_replica(replica)
+    assert ledger.excess == 0
+    assert ledger.pairs() == {}
+    assert not any(totals.held for totals in ledger.totals().values())
+
+
+def test_replicas_are_isolated():
+    """Removed or cleared on one replica changes no other's matches, blocks or digest."""
+    rng = random.Random(3)
+    index = PrefixIndex()
+    names = [f"replica-{i}" for i in range(6)]
+    documents = _documents(rng, "m")
+    for name in names:
+        index.add_replica(name)
+        for keys in documents:
+            index.store(name, Tier.HBM, keys, [ROOT_PARENT, *keys[:-1]])
+    units = dict.fromkeys(names, 1)
+    for _ in range(300):
+        victim, keys = rng.choice(names), rng.choice(documents)
+        others = {n: (index.digest(n), index.held_blocks(n), index.match(keys, {n: 1})) for n in names if n != victim}
+        if rng.random() < 0.1:
+            index.clear(victim)
+            assert index.match(keys, units).get(victim) is None
+        elif rng.random() < 0.5:
+            index.remove(victim, Tier.HBM, keys[rng.randrange(len(keys)) :])
+        else:
+            index.store(victim, Tier.HBM, keys, [ROOT_PARENT, *keys[:-1]])
+        assert others == {
+            n: (index.digest(n), index.held_blocks(n), index.match(keys, {n: 1})) for n in names if n != victim
+        }
+    index.check()
+
+
+def test_many_holders_are_kept():
+    """1,000 holders of one block are all kept, counted and matched; a removed one frees its share and no other's."""
+    index = PrefixIndex()
+    ledger = Ledger(index)
+    names = [f"replica-{i}" for i in range(1000)]
+    keys = token_keys(Namespace(model="m").root(0), range(16))
+    for name in names:
+        index.add_replica(name)
+        ledger.register(name, "m", 10, 16)
+        index.store(name, Tier.HBM, keys, [ROOT_PARENT, *keys[:-1]])
+    assert sorted(index.holders(keys[-1])) == sorted(names)
+    assert index.match(keys, dict.fromkeys(names, 1)) == dict.fromkeys(names, 1)
+    assert ledger.excess == 999 * 10
+    (prefix,) = ledger.prefixes()
+    assert (prefix.copies, prefix.depth_tokens) == (1000, 16)
+    for name in names[:999]:
+        index.remove_replica(name)
+    assert index.holders(keys[0]) == ["replica-999"]
+    assert ledger.excess == 0
+    assert not ledger.pairs()
+    index.check()
+    ledger.check()

@@ -1,0 +1,27 @@
+"""The main job: recorded conversations through the gateway with the official client, on real engines and agents."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from chats import play, read_chats, requests_of, summary
+
+from gateway.demo.cluster import Cluster
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "tau_airline_10.jsonl"
+AT_ONCE = 4
+
+
+def test_predicted_cached_tokens_are_those_of_the_engine(cluster: Cluster) -> None:
+    chats = read_chats(FIXTURE, 10)
+    turns = asyncio.run(play(cluster, chats, at_once=AT_ONCE))
+    assert len(turns) == sum(len(requests_of(chat)) for chat in chats)
+    assert all(turn.text for turn in turns), "every reply parses and says something"
+    assert {turn.identity for turn in turns} == {"exact"}
+    assert summary("ours", turns)["within_one_block"] >= 0.95
+    # The first turns arrive together, while the prefix that they share is still being computed.
+    steady = summary("ours", turns[AT_ONCE:])
+    assert steady["mean_abs_error_tokens"] < 16, steady
+    follow_ups = [turn for turn in turns if turn.cached > 1000]
+    assert len(follow_ups) > len(turns) / 2, "conversations stay with the replica that holds them"

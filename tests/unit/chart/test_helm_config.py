@@ -1,0 +1,100 @@
+"""The chart's configuration file is one that the gateway loads, with the values that were given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from helm_rendering import CHART, Render, Rendered, Values
+
+from gateway.settings import (
+    LimitSettings,
+    PlacementSection,
+    ReplicaSettings,
+    Settings,
+    TelemetrySettings,
+    load_settings,
+)
+
+REPLICA: Values = {"id": "replica-0", "engine": "http://engine-0:8100", "agent": "http://engine-0:8200", "weight": 2.5}
+
+
+def load(rendered: Rendered, tmp_path: Path) -> Settings:
+    """What the gateway in the pod would run with."""
+    file = tmp_path / "config.yaml"
+    file.write_text(rendered.find("ConfigMap")["data"]["config.yaml"])
+    return load_settings(file, {})
+
+
+def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Path) -> None:
+    loaded, default = load(render(), tmp_path), Settings()
+    assert (loaded.placement, loaded.limits, loaded.telemetry) == (
+        default.placement,
+        default.limits,
+        default.telemetry,
+    )
+    assert loaded.replicas == []
+
+
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [("placement", PlacementSection), ("limits", LimitSettings), ("telemetry", TelemetrySettings)],
+)
+def test_values_offer_every_key_of_the_gateway(section: str, settings: type[msgspec.Struct]) -> None:
+    schema = msgspec.json.decode((CHART / "values.schema.json").read_bytes())
+    keys = set(settings.__struct_fields__)
+    assert set(schema["properties"]["config"]["properties"][section]["properties"]) == keys
+    assert set(yaml.safe_load((CHART / "values.yaml").read_text())["config"][section]) == keys
+
+
+def test_listens_on_all_addresses_of_the_pod(render: Render, tmp_path: Path) -> None:
+    rendered = render()
+    listen = load(rendered, tmp_path).listen
+    assert (listen.host, listen.admin_host) == ("0.0.0.0", "0.0.0.0")
+    ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+    assert ports == {"http": listen.port, "admin": listen.admin_port}
+
+
+def test_replicas(render: Render, tmp_path: Path) -> None:
+    bare: Values = {"id": "replica-1", "engine": "https://engine-1:8100"}
+    loaded = load(render(config={"replicas": [REPLICA, bare]}), tmp_path)
+    assert loaded.replicas == [ReplicaSettings(**REPLICA), ReplicaSettings(**bare)]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("placement", "epsilon", 0.25),
+        ("placement", "route_seed", 0),
+        ("placement", "route_seed", 2**53 - 1),
+        ("placement", "allow_pinning", True),
+        ("limits", "max_body_bytes", 1 << 40),
+        ("limits", "max_concurrent_requests", 1),
+        ("limits", "connect_timeout_s", 0.5),
+        ("limits", "first_byte_timeout_s", 1.5),
+        ("limits", "identity_timeout_s", 0.1),
+        ("limits", "retry_budget", 0),
+        ("limits", "drain_timeout_s", 5),
+        ("telemetry", "otlp_endpoint", "http://collector:4318"),
+        ("telemetry", "log_level", "debug"),
+        ("telemetry", "observe_usage", False),
+        ("telemetry", "receipts", 1),
+        ("telemetry", "parity_sample_every", 0),
+    ],
+)
+def test_configuration_value_reaches_the_gateway(
+    render: Render, tmp_path: Path, section: str, key: str, value: Any
+) -> None:
+    rendered = render(config={section: {key: value}})
+    assert rendered.config[section][key] == value
+    assert getattr(getattr(load(rendered, tmp_path), section), key) == value
+
+
+def test_configuration_change_rolls_the_pods(render: Render) -> None:
+    before, same = render(), render(podLabels={"team": "serving"})
+    after = render(config={"limits": {"retry_budget": 0}})
+    assert before.checksum == same.checksum
+    assert before.checksum != after.checksum

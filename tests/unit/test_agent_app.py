@@ -1,0 +1,141 @@
+"""The agent over HTTP, with a real engine page and a real publisher behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import httpx
+import msgspec
+from agent_support import (
+    MODEL,
+    SEED,
+    EngineStandIn,
+    Publisher,
+    agent_running,
+    chain_of,
+    free_port,
+    mirroring,
+    serving,
+    settings_for,
+    stored,
+    tokens_of,
+    until,
+)
+
+from kvstore.identity import Namespace
+from kvstore.messages import Hello, ModelFiles
+
+
+async def get(url: str, **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.get(url, headers=headers)
+
+
+async def test_hello_waits_for_nothing_and_says_so() -> None:
+    settings = settings_for(f"http://127.0.0.1:{free_port()}", free_port(), None)
+    async with agent_running(settings) as (_, url):
+        response = await get(f"{url}/v1/hello")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_unseen"
+        assert (await get(f"{url}/v1/model-files")).status_code == 503
+        health = (await get(f"{url}/health")).json()
+        assert (health["status"], health["engine_up"]) == ("engine_down", False)
+        assert len(health["trouble"]) == 2
+
+
+async def test_hello_and_model_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 3, "dtype": "float32"})
+    )
+    engine = EngineStandIn()
+    engine.root = str(tmp_path)
+    async with (
+        serving(engine.app) as engine_url,
+        agent_running(settings_for(engine_url, free_port(), None)) as (replica, url),
+    ):
+        await until(lambda: replica.hello() is not None and replica.engine_state().up)
+        hello = msgspec.json.decode((await get(f"{url}/v1/hello")).content, type=Hello)
+        assert (hello.engine, hello.engine_version, hello.models, hello.engine_up) == ("vllm", "0.32.0", [MODEL], True)
+        assert (hello.block_size, hello.capacity_blocks) == (16, 1234)
+        assert hello.geometry is not None
+        assert hello.geometry.bytes_per_token == 2 * 3 * 2 * 32 * 4
+        assert hello.identity_modes == ["exact", "text", "hash"]
+        assert hello.route_seed_check == Namespace("").root(SEED)
+        response = await get(f"{url}/v1/model-files")
+        files = msgspec.msgpack.decode(response.content, type=ModelFiles)
+        assert (files.model, files.tokenizer_json) == (MODEL, b"{}")
+        again = await get(f"{url}/v1/model-files", **{"if-none-match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_without_files_there_is_no_exact_identity() -> None:
+    engine = EngineStandIn()
+    async with (
+        serving(engine.app) as engine_url,
+        agent_running(settings_for(engine_url, free_port(), None)) as (replica, url),
+    ):
+        await until(lambda: replica.hello() is not None)
+        response = await get(f"{url}/v1/model-files")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "no_model_dir")
+        assert (await get(f"{url}/v1/hello")).json()["identity_modes"] == ["text", "hash"]
+
+
+async def test_the_token_guards_everything_under_v1() -> None:
+    engine = EngineStandIn()
+    async with serving(engine.app) as engine_url:
+        settings = msgspec.structs.replace(settings_for(engine_url, free_port(), None), token="secret")
+        async with agent_running(settings) as (replica, url):
+            await until(lambda: replica.hello() is not None)
+            for path in ("/v1/hello", "/v1/reports", "/v1/model-files", "/v1/nothing"):
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+                    response = await get(url + path, **headers)
+                    assert response.status_code == 401
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    assert response.json()["error"]["code"] == "invalid_token"
+            assert (await get(f"{url}/v1/hello", authorization="Bearer secret")).status_code == 200
+            assert (await get(f"{url}/health")).status_code == 200
+            assert (await get(f"{url}/metrics")).status_code == 200
+            async with mirroring(url, {"authorization": "Bearer secret"}) as mirror:
+                assert mirror.heartbeat is not None
+
+
+async def test_errors_are_json() -> None:
+    async with agent_running(settings_for("http://127.0.0.1:1", free_port(), None)) as (_, url):
+        response = await get(f"{url}/v1/nothing")
+        assert (response.status_code, response.json()["error"]["message"]) == (404, "Not Found")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.post(f"{url}/v1/hello")).status_code == 405
+
+
+async def test_reports_follow_the_engine_and_its_load() -> None:
+    engine, events, replay = EngineStandIn(), free_port(), free_port()
+    publisher = Publisher(events, replay)
+    publisher.publish(stored([1], tokens_of(1)))
+    try:
+        async with (
+            serving(engine.app) as engine_url,
+            agent_running(settings_for(engine_url, events, replay, **{"heartbeat-interval": "60"})) as (replica, url),
+            contextlib.AsyncExitStack() as stack,
+        ):
+            async with mirroring(url):
+                assert replica.hub.streams == 1
+            await until(lambda: replica.hub.streams == 0)
+            mirror = await stack.enter_async_context(mirroring(url))
+            await until(lambda: mirror.hbm == set(chain_of([1])))
+            publisher.publish(stored([2], tokens_of(2), parent=1))
+            await until(lambda: mirror.hbm == set(chain_of([1, 2])))
+            engine.running = 5
+            await until(lambda: mirror.heartbeat is not None and mirror.heartbeat.running == 5)
+            assert mirror.heartbeat is not None
+            assert (mirror.heartbeat.waiting, mirror.heartbeat.kv_usage) == (2, 0.25)
+            assert (mirror.heartbeat.engine_up, mirror.heartbeat.blocks) == (True, 2)
+            page = (await get(f"{url}/metrics")).text
+            assert 'replica_agent_events_total{type="stored"} 2.0' in page
+            assert "replica_agent_blocks 2.0" in page
+            assert "replica_agent_streams 1.0" in page
+            assert f"replica_agent_epoch {float(replica.hub.epoch)}" in page
+    finally:
+        publisher.close()

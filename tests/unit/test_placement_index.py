@@ -1,0 +1,170 @@
+"""PrefixIndex against a naive twin."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from gateway.placement.index import PrefixIndex
+from kvstore.identity import Namespace, token_keys
+from kvstore.messages import ROOT_PARENT, Tier, digest_of
+
+
+class NaiveIndex:
+    """What the index is meant to be, without masks or shared state: one dict of (tier, key) -> parent per replica."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[tuple[Tier, int], int]] = {}
+
+    def store(self, replica, tier, keys, parents):
+        for key, parent in zip(keys, parents, strict=True):
+            self.held[replica].setdefault((tier, key), parent)
+
+    def remove(self, replica, tier, keys):
+        for key in keys:
+            self.held[replica].pop((tier, key), None)
+
+    def match(self, keys, block_units):
+        found = {}
+        for replica, units in block_units.items():
+            length = 0
+            while length + units <= len(keys) and (Tier.HBM, keys[length + units - 1]) in self.held.get(replica, {}):
+                length += units
+            if length:
+                found[replica] = length
+        return found
+
+    def holders(self, key, tier):
+        return {replica for replica, held in self.held.items() if (tier, key) in held}
+
+
+class Recorder:
+    """A listener that keeps its own picture of the index from what it is told."""
+
+    def __init__(self) -> None:
+        self.bits: dict[str, int] = {}
+        self.masks: dict[tuple[Tier, int], int] = {}
+
+    def replica_added(self, replica, bit):
+        assert bit not in self.bits.values()
+        self.bits[replica] = bit
+
+    def replica_removed(self, replica, bit):
+        assert self.bits.pop(replica) == bit
+        assert not any(mask & bit for mask in self.masks.values())
+
+    def holders_changed(self, key, tier, before, after, parent):
+        assert self.masks.get((tier, key), 0) == before
+        assert (before ^ after).bit_count() == 1
+        assert before ^ after in self.bits.values()
+        self.masks[tier, key] = after
+
+
+def _documents(rng: random.Random, count: int) -> list[array]:
+    """Unit keys of prompts that share prefixes of random length."""
+    prompts: list[list[int]] = [[rng.randrange(1000) for _ in range(16 * rng.randrange(1, 30))]]
+    for _ in range(count - 1):
+        base = rng.choice(prompts)
+        cut = 16 * rng.randrange(0, len(base) // 16 + 1)
+        prompts.append(base[:cut] + [rng.randrange(1000) for _ in range(16 * rng.randrange(1, 20))])
+    root = Namespace(model="m").root(0)
+    return [token_keys(root, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_equals_a_naive_twin_under_random_changes(seed):
+    rng = random.Random(seed)
+    index, naive, recorder = PrefixIndex(), NaiveIndex(), Recorder()
+    index.add_listener(recorder)
+    documents = _documents(rng, 25)
+    units = {f"replica-{i}": rng.choice([1, 1, 2, 4]) for i in range(9)}
+    for step in range(1500):
+        replica = rng.choice(list(units))
+        if replica not in naive.held:
+            index.add_replica(replica)
+            naive.held[replica] = {}
+        action = rng.random()
+        tier = rng.choice([Tier.HBM, Tier.HBM, Tier.DRAM])
+        keys = rng.choice(documents)[units[replica] - 1 :: units[replica]]
+        begin = rng.randrange(len(keys) + 1) if rng.random() < 0.3 else 0
+        end = rng.randrange(begin, len(keys) + 1)
+        if action < 0.6:
+            parents = [keys[i - 1] if i else ROOT_PARENT for i in range(begin, end)]
+            index.store(replica, tier, keys[begin:end], parents)
+            naive.store(replica, tier, keys[begin:end], parents)
+        elif action < 0.9:
+            index.remove(replica, tier, keys[begin:end])
+            naive.remove(replica, tier, keys[begin:end])
+        elif action < 0.95:
+            index.clear(replica)
+            naive.held[replica].clear()
+        else:
+            index.remove_replica(replica)
+            del naive.held[replica]
+        prompt = rng.choice(documents)
+        assert index.match(prompt, units) == naive.match(prompt, units)
+        if step % 50 == 0:
+            index.check()
+            for other in naive.held:
+                held = naive.held[other]
+                expected = sum(digest_of([k for t, k in held if t is tier], tier) for tier in Tier) % 2**64
+                assert index.digest(other) == expected
+                assert index.held_blocks(other) == len(held)
+                for (held_tier, key), parent in list(held.items())[:20]:
+                    assert index.parent(key, other) == parent
+                    assert set(index.holders(key, held_tier)) == naive.holders(key, held_tier)
+            live = {place: mask for place, mask in recorder.masks.items() if mask}
+            assert live == {(t, k): index.holder_mask(k, t) for held in naive.held.values() for t, k in held}
+    for replica in list(naive.held):
+        index.remove_replica(replica)
+    index.check()
+    assert index.replicas() == []
+    assert not index._parents
+    assert not any(index._holders)
+
+
+def test_an_orphan_block_is_no_hit_until_its_chain_is_known():
+    index = PrefixIndex()
+    index.add_replica("a")
+    index.store("a", Tier.HBM, [12, 13], [11, 12])
+    assert index.match([11, 12, 13], {"a": 1}) == {}
+    index.store("a", Tier.HBM, [11], [ROOT_PARENT])
+    assert index.match([11, 12, 13], {"a": 1}) == {"a": 3}
+
+
+def test_only_hbm_is_a_hit():
+    index = PrefixIndex()
+    index.add_replica("a")
+    index.store("a", Tier.DRAM, [11], [ROOT_PARENT])
+    assert index.match([11], {"a": 1}) == {}
+    assert index.holders(11, Tier.DRAM) == ["a"]
+
+
+def test_two_block_sizes_keep_their_own_parents():
+    index = PrefixIndex()
+    index.add_replica("small")
+    index.add_replica("large")
+    index.store("small", Tier.HBM, [1, 2, 3, 4], [ROOT_PARENT, 1, 2, 3])
+    index.store("large", Tier.HBM, [2, 4], [ROOT_PARENT, 2])
+    assert (index.parent(4, "small"), index.parent(4, "large")) == (3, 2)
+    assert index.match([1, 2, 3, 4, 5], {"small": 1, "large": 2}) == {"small": 4, "large": 4}
+    index.remove("small", Tier.HBM, [4])
+    assert index.parent(4, "large") == 2
+    index.check()
+
+
+def test_an_unknown_replica_is_an_error_and_matches_nothing():
+    index = PrefixIndex()
+    with pytest.raises(KeyError):
+        index.store("nobody", Tier.HBM, [1], [0])
+    assert index.match([1], {"nobody": 1}) == {}
+    index.remove_replica("nobody")
+
+
+def test_keys_and_parents_of_different_length_are_refused():
+    index = PrefixIndex()
+    index.add_replica("a")
+    with pytest.raises(ValueError, match="zip"):
+        index.store("a", Tier.HBM, [1, 2], [0])
