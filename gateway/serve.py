@@ -91,6 +91,7 @@ def _server(app: ASGIApp, drain_s: int) -> _Server:
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             date_header=True,
             timeout_graceful_shutdown=drain_s,
         )

@@ -51,10 +51,14 @@ class EngineHealth:
             response = await self._client.get(replica.engine.join("/v1/models"), timeout=PROBE_TIMEOUT_S)
             response.raise_for_status()
             cards = msgspec.json.decode(response.content, type=_ModelList).data
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:
             self.failed(replica, f"{type(error).__name__}: {error}")
             return
-        replica.models = {str(card["id"]): card for card in cards if "id" in card}
+        models = {str(card["id"]): card for card in cards if "id" in card}
+        if not models:
+            self.failed(replica, "/v1/models names no model")
+            return
+        replica.models = models
         if not replica.engine_up:
             log.info("engine of %s is up: %s", replica.id, ", ".join(replica.models))
             replica.engine_up, replica.engine_error = True, ""

@@ -89,7 +89,7 @@ class ModelProfiles:
     async def _compare(self, replica: Replica, prompt: PromptRequest) -> None:
         try:
             agrees = await parity.sample(self._identifier, prompt, lambda body: self._tokenize(replica, body))
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:
             log.debug("parity sample on %s skipped: %s", replica.id, error)
             return
         finally:

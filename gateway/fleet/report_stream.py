@@ -74,6 +74,7 @@ class ReportStream:
         self._parts: list[Snapshot] = []
         self._epoch = -1
         self._seq = -1
+        self._verified = False
         self.snapshots = 0
         self.losses: dict[str, int] = {}
 
@@ -89,10 +90,11 @@ class ReportStream:
                 self._lost(f"{error.request.url.path} answered {error.response.status_code}: {_text(error)}", "status")
             except httpx.HTTPError as error:
                 self._lost(f"{type(error).__name__}: {error}", "connection")
-            except (KvStoreError, msgspec.MsgspecError) as error:
+            except (KvStoreError, msgspec.MsgspecError, RecursionError) as error:
                 self._lost(str(error), "protocol")
-            attempt = 0 if self._seq >= 0 else attempt + 1
-            self._seq = -1
+            # A snapshot alone does not reset it: one that never agrees with its digest would be asked for at once.
+            attempt = 0 if self._verified else attempt + 1
+            self._epoch, self._seq, self._verified = -1, -1, False
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
 
     async def _session(self) -> None:
@@ -181,12 +183,11 @@ class ReportStream:
 
     def _apply_heartbeat(self, beat: Heartbeat) -> None:
         self._replica.heartbeat = beat
-        if not self._replica.reporting:
-            return
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")
         if beat.digest != self._index.digest(self._replica.id):
             raise StreamLost("digest differs from the agent's: the index has drifted")
+        self._verified = True
 
     def _store(self, tier: Tier, packed_keys: bytes, packed_parents: bytes) -> None:
         keys: array[int] = unpack_keys(packed_keys)

@@ -11,7 +11,7 @@ from opentelemetry import propagate, trace
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.errors import error_response
-from gateway.errors import RequestError
+from gateway.errors import RequestError, UpstreamError
 from gateway.path import headers
 from gateway.path.account import Account
 from gateway.path.admit import Admission, ClientGone
@@ -47,14 +47,16 @@ class RequestPath:
             with _span(exchange):
                 try:
                     await self._admission.admit(exchange)
-                    with tracer.start_as_current_span("identify"):
+                    with _child("identify"):
                         await self._identify.identify(exchange)
-                    with tracer.start_as_current_span("place"):
+                    with _child("place"):
                         self._place.place(exchange)
-                    with tracer.start_as_current_span("forward"), _until_disconnect(exchange):
+                    with _child("forward"), _until_disconnect(exchange):
                         await self._forward.forward(exchange)
                 except RequestError as error:
                     await self._refuse(exchange, error)
+                except UpstreamError as error:  # after the answer had begun: the connection is closed on the client
+                    exchange.outcome = f"upstream_{error.kind}"
                 except ClientGone:
                     exchange.outcome = "client_gone"
                 except Exception:
@@ -91,6 +93,12 @@ def _span(exchange: Exchange) -> Iterator[None]:
             span.set_attribute("replica", exchange.placement.replica)
             span.set_attribute("reason", exchange.placement.reason)
             span.set_attribute("predicted_cached_tokens", exchange.placement.predicted_cached_tokens)
+
+
+def _child(name: str) -> contextlib.AbstractContextManager[object]:
+    """A span of one step, only where the request's own is recorded: empty ones cost more than the steps."""
+    recording = trace.get_current_span().is_recording()
+    return tracer.start_as_current_span(name) if recording else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

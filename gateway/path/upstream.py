@@ -19,6 +19,8 @@ from gateway.fleet.replica import Replica
 KEEPALIVE_S = 4.0
 """Idle connections are closed before engines do it (uvicorn: 5 s), so that none is closed under a new request."""
 
+MAX_URLS = 1024
+
 
 class Upstream:
     """Sends requests to engines. Owns the connection pool; `close` ends it."""
@@ -26,6 +28,7 @@ class Upstream:
     def __init__(self, *, connect_timeout_s: float, first_byte_timeout_s: float) -> None:
         self._transport = AiohttpTransport(client=self._session)
         self._extensions = {"timeout": {"connect": connect_timeout_s, "read": first_byte_timeout_s}}
+        self._urls: dict[tuple[httpx.URL, str], httpx.URL] = {}
         self._opened: aiohttp.ClientSession | None = None
 
     def _session(self) -> aiohttp.ClientSession:
@@ -44,12 +47,22 @@ class Upstream:
 
         Raises UpstreamError when there is none: kind connect, timeout, reset or protocol.
         """
-        url = replica.engine.copy_with(raw_path=path.encode("ascii"))
-        request = httpx.Request(method, url, headers=headers, content=body, extensions=self._extensions)
+        request = httpx.Request(
+            method, self._url(replica.engine, path), headers=headers, content=body, extensions=self._extensions
+        )
         try:
             return await self._transport.handle_async_request(request)
         except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
             raise map_error(replica.id, error) from error
+
+    def _url(self, engine: httpx.URL, path: str) -> httpx.URL:
+        """Parsing a URL costs as much as placing a request; clients use few paths, but may make up any number."""
+        url = self._urls.get((engine, path))
+        if url is None:
+            if len(self._urls) >= MAX_URLS:
+                self._urls.clear()
+            url = self._urls[engine, path] = engine.copy_with(raw_path=path.encode("ascii"))
+        return url
 
     async def chunks(self, replica: Replica, response: httpx.Response) -> AsyncIterator[bytes]:
         """The body as it arrives. Raises UpstreamError when it breaks off."""
