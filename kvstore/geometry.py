@@ -20,6 +20,14 @@ class KvGeometry(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
 
+    def __post_init__(self) -> None:
+        """Raises GeometryError naming the field, also for one that came over the wire."""
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
+            raise GeometryError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for field in ("layers", "kv_heads", "head_dim"):
+            if getattr(self, field) <= 0:
+                raise GeometryError(f"{field}: expected a positive integer, got {getattr(self, field)!r}")
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token occupies, over all layers and heads."""
@@ -42,8 +50,6 @@ class KvGeometry(msgspec.Struct, frozen=True):
         kv_heads = _positive(config, "num_key_value_heads", heads)
         head_dim = _positive(config, "head_dim", 0) or _positive(config, "hidden_size") // heads
         name = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        if name not in DTYPE_BYTES:
-            raise GeometryError(f"dtype: {name!r} is not one of {', '.join(DTYPE_BYTES)}")
         return cls(layers=_positive(config, "num_hidden_layers"), kv_heads=kv_heads, head_dim=head_dim, dtype=name)
 
 
@@ -53,6 +59,6 @@ def _positive(config: Mapping[str, Any], field: str, default: int | None = None)
         if default is None:
             raise GeometryError(f"{field}: missing from the model config")
         return default
-    if not isinstance(value, int) or value <= 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise GeometryError(f"{field}: expected a positive integer, got {value!r}")
     return value

@@ -185,7 +185,7 @@ class FrameReader:
                 break
             try:
                 report = _report_decoder.decode(bytes(buffer[start + _LENGTH.size : end]))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise ProtocolError(f"not a report: {error}") from error
             start = end
             yield report

@@ -94,7 +94,7 @@ class ReportStream:
                 self._lost(str(error), "protocol")
             # A snapshot alone does not reset it: one that never agrees with its digest would be asked for at once.
             attempt = 0 if self._verified else attempt + 1
-            self._epoch, self._seq, self._verified = -1, -1, False
+            self._verified = False
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
 
     async def _session(self) -> None:
@@ -144,6 +144,8 @@ class ReportStream:
             return
         if self._parts:
             self._apply_snapshot()
+        elif not self._replica.reporting:
+            raise StreamLost("the stream does not begin with a snapshot")
         if isinstance(report, Delta):
             self._apply_delta(report)
         else:
