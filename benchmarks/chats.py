@@ -15,6 +15,7 @@ import datetime
 import gzip
 import itertools
 import json
+import os
 import platform
 import random
 import statistics
@@ -207,7 +208,7 @@ async def _run(options: argparse.Namespace) -> None:
             "kv_tokens": options.kv_tokens,
             "at_once": options.at_once,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "host": f"{platform.machine()}, {platform.system()} {platform.release()}, 2 cores",
+            "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, shared",
         }
         print(json.dumps(result), flush=True)
         if options.out:
@@ -221,7 +222,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--conversations", type=int, default=30)
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--kv-tokens", type=int, default=16_000)
+    parser.add_argument("--kv-tokens", type=int, default=16_384)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype")

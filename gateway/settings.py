@@ -96,7 +96,10 @@ def load_settings(
     _apply_environment(tree, environ)
     for section, value in (overrides or {}).items():
         if isinstance(value, Mapping):
-            tree.setdefault(section, {}).update(value)
+            within = tree.setdefault(section, {})
+            if not isinstance(within, dict):
+                raise SettingsError(f"{section}: expected keys and values, got {within!r}")
+            within.update(value)
         else:
             tree[section] = value
     tree["agent_token"] = _agent_token(environ)

@@ -39,7 +39,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def tiny_cluster(*, replicas: int = 3, kv_tokens: int = 16_000, engine_flags: tuple[str, ...] = ()) -> Cluster:
+def tiny_cluster(*, replicas: int = 3, kv_tokens: int = 16_384, engine_flags: tuple[str, ...] = ()) -> Cluster:
     """A deployment of the tiny model on free ports, not started yet."""
     ports = free_ports(2 + 4 * replicas)
     each = [ports[2 + n * replicas : 2 + (n + 1) * replicas] for n in range(4)]

@@ -54,7 +54,7 @@ class Forward:
         body, drop_usage = self._body(exchange.body, exchange.stream)
         query = exchange.scope.get("query_string", b"").decode("latin-1")
         path = f"{exchange.path}?{query}" if query else exchange.path
-        sent_headers = headers.to_engine(exchange.scope["headers"], exchange.request_id)
+        sent_headers = headers.traced(headers.to_engine(exchange.scope["headers"], exchange.request_id))
         self._budget.request()
         while True:
             assert exchange.placement is not None

@@ -6,6 +6,8 @@ import re
 import uuid
 from collections.abc import Iterable
 
+from opentelemetry import propagate, trace
+
 from gateway.path.exchange import Exchange
 
 Headers = list[tuple[bytes, bytes]]
@@ -43,6 +45,16 @@ def to_engine(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Header
         (n, v) for n, v in headers if n not in _NOT_FORWARDED and n not in named and not n.startswith(b"x-gateway-")
     ]
     return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode())]
+
+
+def traced(headers: Headers) -> Headers:
+    """With the current span as the parent of the engine's; the client's own context passes where none is recorded."""
+    if not trace.get_current_span().is_recording():
+        return headers
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    context = {name.encode(): value.encode() for name, value in carrier.items()}
+    return [(n, v) for n, v in headers if n not in context] + list(context.items())
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]], exchange: Exchange, *, keep_length: bool) -> Headers:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from replica_agent.reference.errors import ModelError
 Report = Callable[[float, str], None]
 """Called with the share done (0..1) and what is being done."""
 
-_VERSIONS = {"smollm2": "smollm2-135m-instruct-v1", "tiny": "tiny-v1"}
+_VERSIONS = {"smollm2": "smollm2-135m-instruct-v1", "tiny": "tiny-v2"}
 """Folder of each named model; a change of what a builder writes needs a new name."""
 
 
@@ -109,3 +109,20 @@ def progress(model: str) -> Report:
             sys.stderr.flush()
 
     return bar if sys.stderr.isatty() else line
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m replica_agent.reference.prepare MODEL`: build it now, so that engines start at once afterwards."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m replica_agent.reference.prepare MODEL\n")
+        return 2
+    try:
+        prepare(arguments[0])
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

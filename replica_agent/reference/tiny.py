@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import string
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from replica_agent.reference.prepare import Report
 
 _SEED = 7
-_VOCAB = 2048
+_VOCAB = 4096
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,18 +57,6 @@ _TEMPLATE = """\
 {{- '<|assistant|>\\n' }}
 {%- endif %}
 """
-_TEXT = """\
-the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not
-what all were we when your can said there use an each which she do how their if will up other about out many then
-them these so some her would make like him into time has look two more write go see number no way could people my
-than first water been call who oil its now find long down day did get come made may part over new sound take only
-little work know place year live me back give most very after thing our just name good sentence man think say great
-where help through much before line right too mean old any same tell boy follow came want show also around form
-three small set put end does another well large must big even such because turn here why ask went men read need land
-different home us move try kind hand picture again change off play spell air away animal house point page letter
-answer question system assistant user document context replica prefix cache block token request server model
-"""
-_WORDS = _TEXT.split()
 
 
 def build_tiny(directory: Path, report: Report) -> None:
@@ -79,15 +68,33 @@ def build_tiny(directory: Path, report: Report) -> None:
 
 
 def _corpus(rng: random.Random) -> Iterator[str]:
-    syllables = ("ba", "ko", "ri", "te", "lu", "ma", "ne", "so", "vi", "da", "pe", "gu")
-    words = _WORDS + ["".join(rng.choice(syllables) for _ in range(rng.randint(1, 4))) for _ in range(900)]
-    for number in range(2500):
-        text = " ".join(rng.choice(words) for _ in range(30)) + rng.choice((".", "?", "!", "\n"))
-        yield (
-            json.dumps({"role": rng.choice(("user", "assistant")), "id": number, "text": text})
-            if number % 5 == 0
-            else text
-        )
+    """English (the standard library's own help texts) and JSON records, so that chats and tool calls take about as many
+    tokens as with a real tokenizer."""
+    from pydoc_data.topics import topics
+
+    yield from topics.values()
+    words = sorted({word.lower() for text in topics.values() for word in text.split() if word.isalpha()})
+    for number in range(1_600):
+        record = json.dumps({_name(rng, words): _value(rng, words) for _ in range(8)})
+        yield json.dumps({"arguments": record}) if number % 8 == 0 else record
+
+
+def _name(rng: random.Random, words: Sequence[str]) -> str:
+    return "_".join(rng.sample(words, rng.randint(1, 2)))
+
+
+def _value(rng: random.Random, words: Sequence[str]) -> object:
+    choices: tuple[Callable[[], object], ...] = (
+        lambda: rng.randint(0, 999),
+        lambda: (
+            f"20{rng.randint(20, 29)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}T{rng.randint(0, 23):02}:00:00"
+        ),
+        lambda: "".join(rng.choices(string.ascii_uppercase, k=3)) + f"{rng.randint(0, 999):03}",
+        lambda: f"{_name(rng, words)}_{rng.randint(1000, 9999)}",
+        lambda: rng.choice((True, False, None)),
+        lambda: rng.choice(words),
+    )
+    return rng.choice(choices)()
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -40,7 +40,7 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
     told = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert sum("training a tokenizer" in text for text in told) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-v1", "tiny-v1.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-v2", "tiny-v2.lock"]
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="interrupted"):
         prepare("tiny", tmp_path, fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny-v1.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-v2.lock"]
     # Nor does one that was killed: what it left is swept by the next.
-    (tmp_path / ".tiny-v1-dead").mkdir()
+    (tmp_path / ".tiny-v2-dead").mkdir()
     assert prepare("tiny", tmp_path, lambda share, stage: None).is_dir()
-    assert not (tmp_path / ".tiny-v1-dead").exists()
+    assert not (tmp_path / ".tiny-v2-dead").exists()
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:

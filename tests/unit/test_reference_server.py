@@ -256,7 +256,7 @@ async def test_the_final_message_can_be_continued(http: httpx.AsyncClient) -> No
 async def test_the_model_card_and_metrics_describe_the_engine(http: httpx.AsyncClient) -> None:
     (card,) = (await http.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", 4096)
-    assert card["root"].endswith("tiny-v1")
+    assert card["root"].endswith("tiny-v2")
     await complete(http, prompt=text(6))
     exposition = (await http.get("/metrics")).text
     assert 'block_size="16"' in exposition
