@@ -49,10 +49,10 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SettingsError when a port is taken."""
     start_logging(settings.telemetry)
-    start_tracing(settings.telemetry)
     listen = settings.listen
     public = bind(listen.host, listen.port, "--port")
     admin = bind(listen.admin_host, listen.admin_port, "--admin-port")
+    start_tracing(settings.telemetry)
     with asyncio.Runner(loop_factory=_loop) as runner:
         runner.run(_serve(settings, public, admin))
     stop_tracing()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from opentelemetry import trace
 
 from gateway.settings import TelemetrySettings
+
+FLUSH_S = 1.0
 
 
 def start_tracing(settings: TelemetrySettings) -> None:
@@ -18,17 +21,19 @@ def start_tracing(settings: TelemetrySettings) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": "prefix-gateway"}))
+    provider = TracerProvider(resource=Resource.create({"service.name": "prefix-gateway"}), shutdown_on_exit=False)
     endpoint = settings.otlp_endpoint.rstrip("/") + "/v1/traces"
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     trace.set_tracer_provider(provider)
 
 
 def stop_tracing() -> None:
-    """Flush what has not been sent."""
+    """Flush what has not been sent, within about a second: the exporter retries a dead collector for longer."""
     provider = trace.get_tracer_provider()
     if shutdown := getattr(provider, "shutdown", None):
-        shutdown()
+        flushing = threading.Thread(target=shutdown, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
 
 
 def start_logging(settings: TelemetrySettings) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +73,7 @@ class Cluster:
         self.options = options
         self.count = len(options.ports.engines)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._sessions: set[int] = set()
         self._logs = tempfile.TemporaryDirectory(prefix="prefix-gateway-")
 
     @property
@@ -104,12 +105,8 @@ class Cluster:
     def check_ports(self) -> None:
         """Raises ClusterError naming the flag of the first port that is taken."""
         for flag, port in self.options.ports.named():
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((HOST, port))
-                except OSError as error:
-                    raise ClusterError(f"port {port} is taken: choose another with {flag}") from error
+            if not _is_free(port):
+                raise ClusterError(f"port {port} is taken: choose another with {flag}")
 
     def start_engine(self, at: int) -> None:
         """Start (again) one engine."""
@@ -227,10 +224,18 @@ class Cluster:
                 process.wait()
         self._logs.cleanup()
 
+    def leftovers(self) -> list[str]:
+        """What is still there of all that was started: processes by their session (Linux), and ports by flag."""
+        found = [f"process {pid}" for pid, session in _sessions() if session in self._sessions]
+        for flag, port in self.options.ports.named():
+            if not _is_free(port):
+                found.append(f"port {port} ({flag})")
+        return found
+
     def _start(self, name: str, module: str, flags: Mapping[str, object], *arguments: str) -> None:
         valued = [word for flag, value in flags.items() for word in (flag, str(value))]
         with (Path(self._logs.name) / f"{name}.log").open("ab") as log:
-            self._running[name] = subprocess.Popen(
+            process = self._running[name] = subprocess.Popen(
                 [sys.executable, "-m", module, *valued, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -238,3 +243,25 @@ class Cluster:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
+        self._sessions.add(process.pid)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Every process of this machine with its session, where /proc tells."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        if fields[0] != "Z":
+            yield int(stat.parent.name), int(fields[3])

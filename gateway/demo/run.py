@@ -20,8 +20,8 @@ from gateway.demo.verdicts import judge
 from gateway.duplication.report import DuplicationReport, render_text
 
 READY_S = 180.0
-KV_TOKENS = {"smollm2": 4_000, "tiny": 8_000}
-"""Room for two documents and their questions: 1,500 tokens a document, 3,000 in the tiny model's own tokenizer."""
+KV_TOKENS = {"smollm2": 4_000, "tiny": 6_000}
+"""Room for two documents and their questions: 1,500 tokens a document, 2,400 in the tiny model's own tokenizer."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,10 +39,15 @@ def run(options: argparse.Namespace) -> int:
     prepare_model(options.model)
     with cluster:
         try:
-            return asyncio.run(_play(cluster, screen, options))
+            status = asyncio.run(_play(cluster, screen, options))
         except (DemoError, ClusterError, httpx.HTTPError) as error:
             screen.line(f"demo failed: {error}")
-            return 1
+            status = 1
+    left = cluster.leftovers()
+    screen.verdict(
+        not left, f"nothing is left running: {', '.join(left) or 'every process has ended, every port is free'}"
+    )
+    return 1 if left else status
 
 
 def _ports(options: argparse.Namespace) -> Ports:

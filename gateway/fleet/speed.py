@@ -11,9 +11,9 @@ MIN_TOKENS = 64
 FLEET_WEIGHT = 0.2
 """Share of a new observation in the fleet's average: about the last ten prefills count."""
 
-KEPT = 50
-PRIOR = 10
-"""A replica's own speed is the mean of its last 50 prefills, mixed with 10 at the fleet's speed.
+KEPT = 200
+PRIOR = 50
+"""A replica's own speed is the mean of its last 200 prefills, mixed with 50 at the fleet's speed.
 
 One machine's prefills vary by a factor of two from one to the next under load, and a replica that looks faster than its
 equals by chance would draw cold prompts away from free caches. Mixing with the fleet is what reached the figures of

@@ -120,7 +120,7 @@ class Placer:
 
         bounds = Bounds([option.view for option in usable], self.settings)
         for option in usable:
-            option.within = bounds.within(option.view, option.terms.prefill_s)
+            option.within = bounds.within(option.view, option.terms.prefill_s, option.cached)
         home = self._first([option for option in walk[start:] + walk[:start] if option.usable], _rank)
         position = walk.index(home)
         cyclic = walk[position:] + walk[:position]

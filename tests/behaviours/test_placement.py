@@ -45,9 +45,10 @@ def test_hot_prefix_is_bounded(replicas, share):
         queued = [e.queued for e in fleet.engines.values()]
         # The law of `Bounds`, the request counted on both sides, its prefill with at most the floor.
         own = engine.queued - engine_before[engine.id][0]
-        counted = min(own, 512)
+        floor = max(512, placement.predicted_cached_tokens)
+        counted = min(own, floor)
         assert engine.running <= 2 * sum(running) / replicas + 2
-        assert engine.queued - own + counted <= 2 * (sum(queued) - own + counted) / replicas + 512 + 1e-6
+        assert engine.queued - own + counted <= 2 * (sum(queued) - own + counted) / replicas + floor + 1e-6
         most_running = max(most_running, engine.running)
     assert most_running > 2, "the load must be high enough for a bound to matter"
     if share == 1.0 and replicas > 2:
@@ -270,6 +271,19 @@ def test_full_caches_leave_it_to_the_ring():
         assert placement.candidates[0].replica == placement.replica
 
 
+def test_all_that_spill_from_a_hot_document_go_to_one_replica():
+    for tokens in (1600, 2300, 8000):
+        fleet = Fleet(3)
+        document = prompt(1, tokens).keys
+        fleet.submit(Request(0.0, prompt(5, tokens + 20, shared=document), 10))
+        burst = [fleet.submit(Request(60.0, prompt(10 + i, tokens + 20, shared=document), 500)) for i in range(10)]
+        home, following = burst[0].ring[:2]
+        assert {placement.replica for placement in burst} == {home, following}
+        assert {placement.home for placement in burst} == {home}
+        after = fleet.submit(Request(500.0, prompt(30, tokens + 20, shared=document), 10))
+        assert after.replica == home
+
+
 def test_a_burst_with_one_prefix_stays_together():
     """At one instant, with prefixes that no report has shown: no more copies than the bound on prefill asks for, and
     every request but the first on a replica is a predicted hit."""
@@ -282,5 +296,5 @@ def test_a_burst_with_one_prefix_stays_together():
     fleet = Fleet(8)
     burst = [fleet.submit(Request(0.0, prompt(10 + i, 3100, shared=long), 50)) for i in range(16)]
     copies = {placement.replica for placement in burst}
-    assert len(copies) == 4, "3,100 queued tokens are within 2 x mean + 512 once four of eight replicas have them"
-    assert sum(placement.predicted_cached_tokens == 2992 for placement in burst) == 12
+    assert len(copies) == 3, "16 sequences are within 2 x mean + 2 once three of eight replicas have them"
+    assert sum(placement.predicted_cached_tokens == 2992 for placement in burst) == 13
