@@ -74,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from gateway.serve import run
     from gateway.settings import load_settings
 
     listen = {key: getattr(options, key) for key in ("host", "port", "admin_host", "admin_port")}
@@ -88,6 +87,8 @@ def _serve(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, os.environ, overrides)
     if not settings.replicas:
         raise _usage("replicas: none configured; give --engine URL or a --config with replicas")
+    from gateway.serve import run
+
     run(settings)
     return 0
 

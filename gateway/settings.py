@@ -117,7 +117,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config {path}: not YAML: {error}") from error
+        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -135,7 +135,7 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise SettingsError(f"{name}: not a value: {error}") from error
+            raise SettingsError(f"{name}: not a value: {' '.join(str(error).split())}") from error
         if not separator:
             tree[section] = value
             continue

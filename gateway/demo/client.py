@@ -67,6 +67,7 @@ class DemoClient:
             "messages": messages(document, question),
             "max_tokens": max_tokens,
             "temperature": 0,
+            "ignore_eos": True,
             "stream": True,
         }
 

@@ -22,6 +22,8 @@ from gateway.duplication.report import DuplicationReport, render_text
 READY_S = 180.0
 KV_TOKENS = {"smollm2": 4_000, "tiny": 6_000}
 """Room for two documents and their questions: 1,500 tokens a document, 2,400 in the tiny model's own tokenizer."""
+BURST_TOKENS = {"smollm2": 48, "tiny": 200}
+"""A few seconds of decoding for each model."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,7 +113,8 @@ async def _scenario(
     http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30.0))
     engines = [cluster.engine_url(at) for at in range(cluster.count)]
     names = [f"replica-{at}" for at in range(cluster.count)]
-    scenario = Scenario(client, engines, http, screen, options.followups, options.seed, names)
+    burst_tokens = BURST_TOKENS.get(options.model, BURST_TOKENS["smollm2"])
+    scenario = Scenario(client, engines, http, screen, options.followups, options.seed, burst_tokens, names)
 
     screen.title("1. Scattered: every question to the next replica in turn")
     screen.columns()

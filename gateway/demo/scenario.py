@@ -16,8 +16,7 @@ from gateway.demo.recount import Recount, recount
 from gateway.demo.screen import Screen
 
 BURST = 10
-BURST_TOKENS = 48
-"""A burst of this many questions about one document at once, with answers long enough to overlap."""
+"""Questions about one document at once."""
 
 QUIET_S = 10.0
 
@@ -60,7 +59,11 @@ class Spill:
 
 @dataclass
 class Scenario:
-    """Plays the phases against a running deployment. `lines` of output go to the screen."""
+    """Plays the phases against a running deployment.
+
+    `followups` questions are asked about each document; the answers of the burst have `burst_tokens`, enough for all of
+    them to overlap.
+    """
 
     client: DemoClient
     engines: Sequence[str]
@@ -68,6 +71,7 @@ class Scenario:
     screen: Screen
     followups: int
     seed: int
+    burst_tokens: int
     replicas: Sequence[str] = field(default_factory=list)
 
     async def scattered(self) -> Phase:
@@ -104,7 +108,7 @@ class Scenario:
         following = ring[(ring.index(home) + 1) % len(ring)]
         asked = [document.questions[at % len(document.questions)] for at in range(BURST)]
         burst = await asyncio.gather(
-            *(self.client.ask(document, question, max_tokens=BURST_TOKENS) for question in asked)
+            *(self.client.ask(document, question, max_tokens=self.burst_tokens) for question in asked)
         )
         for answer in burst:
             self.screen.answer(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,8 @@ def _runs_of_free_ports(count: int, length: int) -> list[int]:
 
 
 def _free(port: int) -> bool:
-    import socket
-
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger in TIME_WAIT
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -84,8 +84,6 @@ def test_a_signal_stops_everything(signum: signal.Signals) -> None:
 
 
 def test_a_taken_port_is_named_with_its_flag() -> None:
-    import socket
-
     for at, flag in enumerate(FLAGS):
         arguments, ports = command()
         with socket.create_server(("127.0.0.1", ports[at])):
