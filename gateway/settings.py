@@ -53,6 +53,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     max_body_bytes: int = 32 * 1024 * 1024
     max_concurrent_requests: int = 1024
+    body_timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
     first_byte_timeout_s: float = 600.0
     identity_timeout_s: float = 2.0
@@ -186,6 +187,7 @@ def _check(settings: Settings) -> None:
     for key in (
         "max_body_bytes",
         "max_concurrent_requests",
+        "body_timeout_s",
         "connect_timeout_s",
         "first_byte_timeout_s",
         "drain_timeout_s",

@@ -42,7 +42,11 @@ class EngineHealth:
 
     async def _watch(self, replica: Replica) -> None:
         while True:
-            await self.probe(replica)
+            try:
+                await self.probe(replica)
+            except Exception as error:  # a watch that has died silently is worse than any one probe
+                log.exception("probing the engine of %s failed", replica.id)
+                self.failed(replica, f"internal error: {error}")
             await asyncio.sleep(PROBE_EVERY_S if replica.engine_up else PROBE_EVERY_S / 4)
 
     async def probe(self, replica: Replica) -> None:

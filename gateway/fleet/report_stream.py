@@ -92,6 +92,9 @@ class ReportStream:
                 self._lost(f"{type(error).__name__}: {error}", "connection")
             except (KvStoreError, msgspec.MsgspecError, RecursionError) as error:
                 self._lost(str(error), "protocol")
+            except Exception:  # a watch that has died silently is worse than any one report
+                log.exception("following the reports of %s failed", self._replica.id)
+                self._lost("internal error, see the log", "internal")
             # A snapshot alone does not reset it: one that never agrees with its digest would be asked for at once.
             attempt = 0 if self._verified else attempt + 1
             self._verified = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.errors import RequestError
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import PromptRequest
 from gateway.path.body import Body
 from gateway.path.exchange import Exchange
+from gateway.path.target import target
 from gateway.settings import LimitSettings
 from kvstore.identity import Namespace
 
@@ -28,8 +31,13 @@ class Admission:
         self.admitted = 0
 
     async def admit(self, exchange: Exchange) -> None:
-        """Fill in `body`, `model`, `stream` and `prompt`. Raises RequestError or ClientGone."""
-        raw = await self._read(exchange)
+        """Fill in `target`, `body`, `model`, `stream` and `prompt`. Raises RequestError or ClientGone."""
+        exchange.target = target(exchange.scope)
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                raw = await self._read(exchange)
+        except TimeoutError as error:
+            raise RequestError(408, "the body did not arrive in time", code="body_timeout") from error
         exchange.body = body = Body(raw)
         model = body.string("model")
         if not model:

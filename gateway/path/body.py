@@ -128,7 +128,7 @@ def _scan(body: bytes, values: Mapping[str, msgspec.Raw]) -> list[Field]:
 
 
 def _skip(body: bytes, at: int) -> int:
-    """The end of the JSON value that begins at `at`."""
+    """The end of the JSON value that begins at `at`, without the white space after it."""
     depth = 0
     end = at
     for token in _TOKEN.finditer(body, at):
@@ -142,4 +142,4 @@ def _skip(body: bytes, at: int) -> int:
         end = token.end()
         if depth == 0 and first in b'}]"':
             break
-    return end if depth == 0 else len(body)
+    return at + len(body[at:end].rstrip())

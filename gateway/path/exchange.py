@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
-    Written by admit: `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`, `tried`,
-    `ticket`, `claim`, `queue_free`; by forward: `retries`, `broken`, `first_byte_s`, `usage`, `outcome`; by `send`:
-    `status`, `started`, `finished`. `account` reads them all.
+    Written by admit: `target`, `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`,
+    `tried`, `ticket`, `claim`, `queue_free`; by forward: `retries`, `broken`, `first_byte_s`, `usage`, `outcome`; by
+    `send`: `status`, `started`, `finished`. `account` reads them all.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Exchange:
         "started",
         "status",
         "stream",
+        "target",
         "ticket",
         "tried",
         "usage",
@@ -65,6 +66,7 @@ class Exchange:
         self.body: Body | None = None
         self.model = ""
         self.stream = False
+        self.target = ""
         self.prompt: PromptRequest | None = None
         self.identity: PromptIdentity | None = None
         self.placement: Placement | None = None

@@ -22,7 +22,7 @@ RETRIED_STATUS = frozenset({502, 503})
 """An engine that answers so has not begun on the request."""
 
 MAX_BUFFERED_REPLY = 8 * 1024 * 1024
-"""A longer reply that is no stream is passed on without waiting for its usage."""
+"""A longer reply that is no stream is passed on without reading its usage."""
 
 _decode_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 _STATUS_OF = {"timeout": (504, "upstream_timeout"), "connect": (503, "upstream_unreachable")}
@@ -52,15 +52,13 @@ class Forward:
         """Raises RequestError 502-504 when no replica answered; once an answer has begun it is ended here."""
         assert exchange.body is not None
         body, drop_usage = self._body(exchange.body, exchange.stream)
-        query = exchange.scope.get("query_string", b"").decode("latin-1")
-        path = f"{exchange.path}?{query}" if query else exchange.path
         sent_headers = headers.traced(headers.to_engine(exchange.scope["headers"], exchange.request_id))
         self._budget.request()
         while True:
             assert exchange.placement is not None
             replica = self._fleet.replicas[exchange.placement.replica]
             try:
-                response = await self._upstream.send(replica, "POST", path, sent_headers, body)
+                response = await self._upstream.send(replica, "POST", exchange.target, sent_headers, body)
             except UpstreamError as error:
                 if error.kind == "connect":
                     self._health.failed(replica, str(error))
@@ -117,25 +115,27 @@ class Forward:
         streaming = response.headers.get("content-type", "").startswith("text/event-stream")
         if streaming:
             await self._relay_events(exchange, replica, response, drop_usage)
-        elif int(response.headers.get("content-length", 0)) <= MAX_BUFFERED_REPLY:
-            await self._relay_whole(exchange, replica, response)
         else:
-            await self._start(exchange, response, keep_length=True)
-            async for chunk in self._upstream.chunks(replica, response):
-                self._first_byte(exchange)
-                await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await exchange.send({"type": "http.response.body", "body": b""})
+            await self._relay_whole(exchange, replica, response)
         if not exchange.broken:
             exchange.outcome = "ok" if response.status_code < 400 else "engine_error"
 
     async def _relay_whole(self, exchange: Exchange, replica: Replica, response: httpx.Response) -> None:
-        """Read the reply to its end first, so that the receipt can say what was cached."""
-        reply = b"".join([chunk async for chunk in self._upstream.chunks(replica, response)])
-        self._first_byte(exchange)
-        if response.status_code < 400 and (parsed := read_reply(reply)) is not None:
-            exchange.usage = parsed.usage
-        await self._start(exchange, response, keep_length=True)
-        await exchange.send({"type": "http.response.body", "body": reply})
+        """Read the reply to its end first, so that the receipt can say what was cached; a very long one only so far."""
+        reply = bytearray()
+        async for chunk in self._upstream.chunks(replica, response):
+            self._first_byte(exchange)
+            reply += chunk
+            if len(reply) > MAX_BUFFERED_REPLY or exchange.started:
+                if not exchange.started:
+                    await self._start(exchange, response, keep_length=True)
+                await exchange.send({"type": "http.response.body", "body": bytes(reply), "more_body": True})
+                reply.clear()
+        if not exchange.started:
+            if response.status_code < 400 and (parsed := read_reply(reply)) is not None:
+                exchange.usage = parsed.usage
+            await self._start(exchange, response, keep_length=True)
+        await exchange.send({"type": "http.response.body", "body": bytes(reply)})
 
     async def _relay_events(
         self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool

@@ -34,7 +34,7 @@ class Reply(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(Reply).decode
 
 
-def read_reply(data: bytes | memoryview) -> Reply | None:
+def read_reply(data: bytes | bytearray) -> Reply | None:
     """A reply object, None when the bytes are not one: an engine may answer anything, and it is passed on as it is."""
     try:
         return _decode(data)

@@ -359,3 +359,46 @@ async def test_a_pin_holds_only_where_pinning_is_allowed():
         async with running_gateway(a, b) as running, client(running.url) as http:
             answers = [await http.post(PATH, json=CHAT, headers={"x-gateway-pin": f"replica-{i}"}) for i in (0, 1)]
             assert len({answer.headers["x-gateway-replica"] for answer in answers}) == 1
+
+
+async def test_paths_that_leave_v1_reach_no_engine():
+    async with FaultEngine(ok) as engine, running_gateway(engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        for path in (b"/v1/../reset_prefix_cache", b"/v1/%2e%2e/reset_prefix_cache", b"/v1//x", b"/v1/\xc3\xa9"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            body = json.dumps(CHAT).encode()
+            writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (path, len(body), body))
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        assert not engine.calls
+
+
+async def test_a_body_that_does_not_arrive_is_a_408():
+    async with FaultEngine(ok) as engine, running_gateway(engine, body_timeout_s=0.2) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{" % PATH.encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await eventually(lambda: running.gateway.admission.admitted == 0)
+        assert not engine.calls
+
+
+async def test_a_very_long_reply_passes_whole():
+    reply = {"choices": [], "usage": {"prompt_tokens": 1}, "text": "x" * (9 << 20)}
+
+    async def handler(call: Call) -> None:
+        if call.json.get("user") == "chunked":
+            data = json.dumps(reply).encode()
+            await call.start(b"application/json")
+            for at in range(0, len(data), 1 << 20):
+                await call.chunk(data[at : at + (1 << 20)])
+            await call.end()
+        else:
+            await call.reply(200, reply)
+
+    async with FaultEngine(handler) as engine, running_gateway(engine) as running, client(running.url) as http:
+        for user in ("chunked", "sized"):
+            answer = await http.post(PATH, json=CHAT | {"user": user})
+            assert (answer.status_code, answer.json()) == (200, reply)
+        assert running.loads() == {"replica-0": (0, 0)}

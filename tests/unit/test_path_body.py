@@ -37,6 +37,11 @@ def test_an_edited_body_reads_as_the_original_without_what_was_removed(pairs, as
     assert json.loads(body.edited(remove, {"new": b"[1]"})) == expected
 
 
+def test_the_earlier_value_of_a_duplicate_ends_where_it_ends():
+    body = Body(b'{"a":\t null ,\n"a": [] , "b":{"x":"}"} ,"b":-1.5e3 ,"b" : "z"}')
+    assert [body.raw[f.value : f.end] for f in body.fields] == [b"null", b"[]", b'{"x":"}"}', b"-1.5e3", b'"z"']
+
+
 def test_values_keep_their_spelling():
     raw = b'{"temperature" : 1.50, "big":10000000000000000000000, "u":"\\u2028\xe2\x80\xa8", "priority":1,"e":1E5 }'
     edited = Body(raw).edited({"priority"}, {})

@@ -73,6 +73,7 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("placement", "allow_pinning", True),
         ("limits", "max_body_bytes", 1 << 40),
         ("limits", "max_concurrent_requests", 1),
+        ("limits", "body_timeout_s", 3.5),
         ("limits", "connect_timeout_s", 0.5),
         ("limits", "first_byte_timeout_s", 1.5),
         ("limits", "identity_timeout_s", 0.1),
