@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 
@@ -39,7 +39,8 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
-        self._control = httpx.AsyncClient(trust_env=False)
+        # Every agent's report stream holds a connection of its own, so no limit of a pool may apply.
+        self._control = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
         self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
         self._upstream = Upstream(
             connect_timeout_s=limits.connect_timeout_s, first_byte_timeout_s=limits.first_byte_timeout_s
@@ -76,23 +77,32 @@ class Gateway:
         )
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Everything that must run while requests are served; stops it all at the end."""
+    async def running(self, on_failure: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+        """Everything that must run while requests are served; stops it all at the end.
+
+        A gateway that watches nothing must not go on: if a task ends by itself, `on_failure` is called at once, and its
+        exception is raised at the end.
+        """
         await self._identifier.start()
         tasks = [
             asyncio.create_task(self.fleet.run(), name="fleet"),
             asyncio.create_task(self._sample_history(), name="duplication history"),
         ]
+        for task in tasks:
+            task.add_done_callback(lambda done: None if done.cancelled() else on_failure())
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
             await self._profiles.close()
             await self._identifier.close()
             await self._upstream.close()
             await self._control.aclose()
+        for error in ended:
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
 
     async def _sample_history(self) -> None:
         while True:

@@ -77,7 +77,7 @@ async def _serve(settings: Settings, public: socket.socket, admin: socket.socket
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
     log.info("serving %s, admin on http://%s:%d/admin", address(settings.listen), *admin.getsockname()[:2])
-    async with gateway.running():
+    async with gateway.running(on_failure=stop):
         await asyncio.gather(servers[0].serve([public]), servers[1].serve([admin]))
 
 

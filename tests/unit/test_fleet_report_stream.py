@@ -1,0 +1,445 @@
+"""Following an agent over real HTTP: the index is what the agent reports, or empty, and an operator is told why.
+
+The agent is a stand-in that says what a test wants said; its frames are the protocol's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import httpx
+import msgspec
+import pytest
+from agent_support import free_port, serving, until
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.fleet import report_stream
+from gateway.fleet.replica import Replica
+from gateway.fleet.report_stream import ReportStream
+from gateway.placement.index import PrefixIndex
+from gateway.settings import ReplicaSettings
+from kvstore.identity import Namespace, pack_keys
+from kvstore.messages import (
+    Delta,
+    Heartbeat,
+    Hello,
+    ModelFiles,
+    Removed,
+    Report,
+    Snapshot,
+    Stored,
+    Tier,
+    digest_of,
+    encode_frame,
+)
+
+SEED = 5
+HELLO = Hello(
+    replica_id="r",
+    epoch=1,
+    engine="vllm",
+    engine_version="0.32.0",
+    engine_up=True,
+    models=["m"],
+    block_size=16,
+    capacity_blocks=100,
+    geometry=None,
+    identity_modes=["text"],
+    route_seed_check=Namespace("").root(SEED),
+)
+FILES = ModelFiles(model="m", tokenizer_json=b"{}", chat_template=None, special_tokens={}, digest="d")
+
+
+def snapshot(epoch: int, seq: int, keys: Iterable[int], tier: Tier = Tier.HBM, part: int = 0, parts: int = 1) -> Report:
+    packed = pack_keys(keys)
+    return Snapshot(epoch=epoch, seq=seq, part=part, parts=parts, tier=tier, keys=packed, parents=bytes(len(packed)))
+
+
+def delta(epoch: int, seq: int, *changes: Stored | Removed) -> Report:
+    return Delta(epoch=epoch, seq=seq, changes=list(changes))
+
+
+def stored(*keys: int, tier: Tier = Tier.HBM) -> Stored:
+    return Stored(tier=tier, keys=pack_keys(keys), parents=bytes(8 * len(keys)))
+
+
+def removed(*keys: int, tier: Tier = Tier.HBM) -> Removed:
+    return Removed(tier=tier, keys=pack_keys(keys))
+
+
+def beat(epoch: int, seq: int, *held: tuple[Tier, Iterable[int]], digest: int | None = None) -> Heartbeat:
+    sets = [(tier, set(keys)) for tier, keys in held]
+    return Heartbeat(
+        epoch=epoch,
+        seq=seq,
+        engine_up=True,
+        running=1,
+        waiting=0,
+        queued_prefill_tokens=None,
+        prefill_tokens_per_s=None,
+        kv_usage=0.5,
+        capacity_blocks=77,
+        blocks=sum(len(keys) for _, keys in sets),
+        digest=sum(digest_of(keys, tier) for tier, keys in sets) % 2**64 if digest is None else digest,
+    )
+
+
+class Agent:
+    """Says `hello`, then on every report stream `opening`, then what is put into `say` (None closes the stream)."""
+
+    def __init__(self) -> None:
+        self.hello = msgspec.structs.replace(HELLO)
+        self.raw_hello: bytes | None = None
+        self.opening: list[Report] = []
+        self.raw_opening: bytes | None = None
+        self.token = ""
+        self.streams = 0
+        self._saying: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.app = Starlette(
+            routes=[
+                Route("/v1/hello", self._hello),
+                Route("/v1/model-files", self._files),
+                Route("/v1/reports", self._reports),
+            ]
+        )
+
+    def say(self, *reports: Report) -> None:
+        self._saying.put_nowait(b"".join(map(encode_frame, reports)))
+
+    def say_raw(self, data: bytes | None) -> None:
+        self._saying.put_nowait(data)
+
+    def _refusal(self, request: Request) -> Response | None:
+        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+            return JSONResponse({"error": {"code": "invalid_token", "message": "asks for the token"}}, 401)
+        return None
+
+    async def _hello(self, request: Request) -> Response:
+        return self._refusal(request) or Response(self.raw_hello or msgspec.json.encode(self.hello))
+
+    async def _files(self, request: Request) -> Response:
+        return self._refusal(request) or Response(msgspec.msgpack.encode(FILES))
+
+    async def _reports(self, request: Request) -> Response:
+        return self._refusal(request) or StreamingResponse(self._frames(), media_type="application/octet-stream")
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        self.streams += 1
+        saying = self._saying = asyncio.Queue()
+        yield b"".join(map(encode_frame, self.opening)) if self.raw_opening is None else self.raw_opening
+        while (data := await saying.get()) is not None:
+            yield data
+
+
+class Gateway:
+    """What follows the agent, and what it has learned."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient, token: str) -> None:
+        self.replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url))
+        self.index = PrefixIndex()
+        self.index.add_replica("r")
+        self.index.add_replica("other")
+        self.index.store("other", Tier.HBM, [1, 2], [0, 1])
+        self.hellos: list[Hello] = []
+        self.files: list[ModelFiles] = []
+        assert self.replica.agent is not None
+        self.stream = ReportStream(
+            self.replica,
+            self.replica.agent,
+            self.index,
+            client,
+            token=token,
+            route_seed=SEED,
+            on_hello=lambda _, hello: self.hellos.append(hello),
+            on_model_files=self._learn,
+        )
+
+    async def _learn(self, replica: Replica, files: ModelFiles) -> None:
+        self.files.append(files)
+
+    def held(self, tier: Tier = Tier.HBM) -> set[int]:
+        """What this replica is credited with; the other one's share must be as it was."""
+        self.index.check()
+        assert set(self.index.keys_of("other", Tier.HBM)) == {1, 2}
+        return set(self.index.keys_of("r", tier))
+
+    async def reports(self, keys: Iterable[int] = (), tier: Tier = Tier.HBM) -> None:
+        wanted = set(keys)
+        await until(lambda: self.replica.reporting and self.held(tier) == wanted, f"reporting {wanted}")
+
+    async def refuses(self, *words: str) -> None:
+        """Not reporting, holding nothing, and the reason names these words."""
+        await until(lambda: all(word in self.replica.agent_error for word in words), f"an error with {words}")
+        assert not self.replica.reporting
+        assert not any(self.held(tier) for tier in Tier)
+
+
+@contextlib.asynccontextmanager
+async def followed(url: str, token: str = "") -> AsyncIterator[Gateway]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        gateway = Gateway(url, client, token)
+        following = asyncio.create_task(gateway.stream.follow())
+        try:
+            yield gateway
+            assert not following.done(), "following never ends by itself"
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def pair(set_up: Callable[[Agent], object] | None = None) -> AsyncIterator[tuple[Agent, Gateway]]:
+    """An agent and a gateway that follows it: an agent as `set_up` makes it, or one that holds nothing."""
+    agent = Agent()
+    agent.opening = [snapshot(1, 0, []), beat(1, 0)]
+    if set_up is not None:
+        set_up(agent)
+    async with serving(agent.app) as url, followed(url) as gateway:
+        if set_up is None:
+            await gateway.reports([])
+        yield agent, gateway
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in sends no heartbeats of its own."""
+    monkeypatch.setattr(report_stream, "SILENCE_S", 60.0)
+
+
+async def test_a_snapshot_in_parts_over_tiers_then_deltas() -> None:
+    def opening(agent: Agent) -> None:
+        agent.opening = [
+            snapshot(9, 4, [10, 11], part=0, parts=2),
+            snapshot(9, 4, [12], part=1, parts=2),
+            snapshot(9, 4, [], Tier.DRAM),
+            snapshot(9, 4, [10, 13], Tier.NVME),
+            beat(9, 4, (Tier.HBM, [10, 11, 12]), (Tier.NVME, [10, 13])),
+        ]
+
+    async with pair(opening) as (agent, gateway):
+        await gateway.reports([10, 11, 12])
+        assert gateway.held(Tier.NVME) == {10, 13}
+        assert (gateway.replica.agent_error, gateway.replica.hello) == ("", agent.hello)
+        assert gateway.hellos == [agent.hello]
+        agent.say(delta(9, 5, stored(14), removed(10, tier=Tier.NVME)), delta(9, 6, removed(10, 12), stored(10)))
+        agent.say(beat(9, 6, (Tier.HBM, [10, 11, 14]), (Tier.NVME, [13])))
+        await gateway.reports([10, 11, 14])
+        assert gateway.held(Tier.NVME) == {13}
+        await until(lambda: gateway.replica.heartbeat is not None and gateway.replica.heartbeat.seq == 6)
+        assert gateway.replica.capacity_blocks == 77
+        assert (gateway.stream.snapshots, gateway.stream.losses, agent.streams) == (1, {}, 1)
+
+
+async def test_nothing_is_credited_before_a_snapshot_is_whole() -> None:
+    def opening(agent: Agent) -> None:
+        agent.opening = [snapshot(1, 0, [10], part=0, parts=2)]
+
+    async with pair(opening) as (agent, gateway):
+        await until(lambda: gateway.replica.agent_error == "receiving a snapshot")
+        assert gateway.held() == set()
+        agent.say(snapshot(1, 0, [11], part=1, parts=2))
+        agent.say(beat(1, 0, (Tier.HBM, [10, 11])))
+        await gateway.reports([10, 11])
+
+
+async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10, 11)))
+        await gateway.reports([10, 11])
+        agent.say(snapshot(2, 0, []), beat(2, 0))
+        await gateway.reports([])
+        agent.say(delta(2, 1, stored(12)))
+        await gateway.reports([12])
+        # A snapshot that is overtaken by a newer one while it is being sent is dropped.
+        agent.say(snapshot(3, 0, [1, 2, 3], part=0, parts=2), snapshot(4, 0, [20]), beat(4, 0, (Tier.HBM, [20])))
+        await gateway.reports([20])
+        assert (agent.streams, gateway.stream.losses) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ([delta(1, 2, stored(11))], ["gap", "1/1"]),
+        ([delta(2, 1, stored(11))], ["gap", "2/1"]),
+        ([beat(1, 1, (Tier.HBM, []))], ["gap", "heartbeat", "1/1"]),
+        ([delta(1, 1, stored(11)), delta(1, 1, stored(11))], ["gap"]),
+        ([delta(1, 1, stored(11)), beat(1, 1, (Tier.HBM, [12]))], ["digest"]),
+        ([snapshot(2, 0, [1], part=1, parts=2), beat(2, 0)], ["snapshot of HBM has parts [1]"]),
+        ([delta(1, 1, Stored(tier=Tier.HBM, keys=bytes(16), parents=bytes(8)))], ["2 keys but 1 parents"]),
+        ([delta(1, 1, Stored(tier=Tier.HBM, keys=b"x", parents=b""))], ["multiple of 8"]),
+    ],
+    ids=["skipped", "epoch", "heartbeat ahead", "twice", "digest", "part missing", "uneven", "cut key"],
+)
+async def test_what_does_not_fit_empties_and_starts_over(wrong: list[Report], words: list[str]) -> None:
+    async with pair() as (agent, gateway):
+        agent.opening = [snapshot(1, 1, [11]), beat(1, 1, (Tier.HBM, [11]))]
+        seen: list[str] = []
+        report_lost = gateway.stream._lost
+
+        def lost(why: str, kind: str) -> None:
+            report_lost(why, kind)
+            assert gateway.held() == set()
+            assert not gateway.replica.reporting
+            seen.append(gateway.replica.agent_error)
+
+        gateway.stream._lost = lost  # type: ignore[method-assign]
+        agent.say(*wrong)
+        await gateway.reports([11])
+        assert len(seen) == 1
+        assert all(word in seen[0] for word in words), seen
+        assert gateway.stream.snapshots == 2
+        assert agent.streams == 2
+
+
+@pytest.mark.parametrize(
+    "first", [[beat(1, 0)], [delta(1, 1, stored(10))], [delta(-1, 0, stored(10))]], ids=["beat", "delta", "numbers"]
+)
+async def test_a_stream_that_begins_without_a_snapshot_is_left(first: list[Report]) -> None:
+    def opening(agent: Agent) -> None:
+        agent.opening = first
+
+    async with pair(opening) as (agent, gateway):
+        await until(lambda: agent.streams >= 2)
+        await gateway.refuses("does not begin with a snapshot")
+
+
+async def test_an_agent_that_never_agrees_with_its_digest_is_asked_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report_stream, "BACKOFF_S", (0.0, 0.0, 600.0))
+
+    def opening(agent: Agent) -> None:
+        agent.opening = [snapshot(1, 0, [10]), beat(1, 0, digest=1)]
+
+    async with pair(opening) as (agent, gateway):
+        await until(lambda: agent.streams == 2)
+        await until(lambda: gateway.stream.losses.get("reports") == 2)
+        await gateway.refuses("digest")
+        assert agent.streams == 2
+
+
+async def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10)))
+        await gateway.reports([10])
+        monkeypatch.setattr(report_stream, "SILENCE_S", 0.2)
+        agent.raw_opening = b""
+        agent.say_raw(None)
+        await gateway.refuses("ReadTimeout")
+        agent.raw_opening = None
+        agent.opening = [snapshot(1, 1, [10]), beat(1, 1, (Tier.HBM, [10]))]
+        await until(lambda: gateway.stream.snapshots >= 2, "back after it")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protocol": 2}, ["protocol 2", "this gateway 1"]),
+        ({"replica_id": "other"}, ["says it is 'other'", "expected 'r'"]),
+        ({"route_seed_check": 1}, ["route seeds", "--route-seed", "placement.route_seed"]),
+    ],
+)
+async def test_an_agent_that_does_not_fit_is_named(change: dict[str, object], words: list[str]) -> None:
+    def other(agent: Agent) -> None:
+        agent.hello = msgspec.structs.replace(HELLO, **change)
+
+    async with pair(other) as (agent, gateway):
+        await gateway.refuses(*words)
+        assert (agent.streams, gateway.hellos, gateway.replica.hello) == (0, [], None)
+        agent.hello = HELLO
+        await gateway.reports([])
+
+
+async def test_a_wrong_token_is_named_and_the_right_one_passes() -> None:
+    agent = Agent()
+    agent.opening = [snapshot(1, 0, []), beat(1, 0)]
+    agent.token = "secret"
+    async with serving(agent.app) as url:
+        async with followed(url, "wrong") as gateway:
+            await gateway.refuses("/v1/hello answered 401", "asks for the token")
+            assert "wrong" not in gateway.replica.agent_error
+        async with followed(url, "secret") as gateway:
+            await gateway.reports([])
+
+
+@pytest.mark.parametrize(
+    ("hello", "word"),
+    [
+        (b"<html>", "malformed"),
+        (b'{"protocol": 1}', "required field"),
+        (b'{"protocol": 1, "new": ' + b"[" * 100_000, "recursion"),
+        (msgspec.json.encode(HELLO).replace(b'"geometry":null', b'"geometry":{"layers":1,"kv_heads":1,"head_dim":1,'
+         b'"dtype":"fp3"}'), "dtype"),
+    ],
+    ids=["html", "short", "deep", "geometry"],
+)  # fmt: skip
+async def test_a_hello_that_is_none_is_named(hello: bytes, word: str) -> None:
+    def garbage(agent: Agent) -> None:
+        agent.raw_hello = hello
+
+    async with pair(garbage) as (agent, gateway):
+        await gateway.refuses(word)
+        agent.raw_hello = None
+        await gateway.reports([])
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [(b"HTTP/1.1 200 OK\r\n", "announced a frame"), (b"\0\0\0\1\xc1", "not a report"), (b"\0\0\0\0", "not a report")],
+    ids=["text", "invalid", "empty"],
+)
+async def test_frames_that_are_none_are_named(data: bytes, word: str) -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10)))
+        await gateway.reports([10])
+        agent.raw_opening = data
+        agent.say_raw(data)
+        await gateway.refuses(word)
+        agent.raw_opening = None
+        agent.opening = [snapshot(1, 1, [10]), beat(1, 1, (Tier.HBM, [10]))]
+        await gateway.reports([10])
+        assert gateway.stream.losses["protocol"] >= 1
+
+
+async def test_a_stream_that_the_agent_ends_is_taken_up_again() -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10)))
+        await gateway.reports([10])
+        agent.opening = [snapshot(2, 0, [20]), beat(2, 0, (Tier.HBM, [20]))]
+        agent.say_raw(None)
+        await gateway.reports([20])
+        assert gateway.stream.losses == {"reports": 1}
+
+
+async def test_an_agent_that_is_gone_is_named_until_it_is_back() -> None:
+    port = free_port()
+    agent = Agent()
+    agent.opening = [snapshot(1, 0, [10]), beat(1, 0, (Tier.HBM, [10]))]
+    async with followed(f"http://127.0.0.1:{port}") as gateway:
+        await gateway.refuses("ConnectError")
+        async with serving(agent.app, port):
+            await gateway.reports([10])
+            agent.say_raw(None)
+            agent.opening = []
+        await gateway.refuses("ConnectError")
+        async with serving(agent.app, port):
+            agent.opening = [snapshot(2, 0, [20]), beat(2, 0, (Tier.HBM, [20]))]
+            await gateway.reports([20])
+            agent.say_raw(None)
+
+
+async def test_model_files_are_asked_for_where_they_are_offered() -> None:
+    def exact(agent: Agent) -> None:
+        agent.hello = msgspec.structs.replace(HELLO, identity_modes=["exact", "text"])
+
+    async with pair(exact) as (_, gateway):
+        await gateway.reports([])
+        assert gateway.files == [FILES]
+    async with pair() as (_, gateway):
+        await gateway.reports([])
+        assert gateway.files == []

@@ -1,0 +1,71 @@
+"""Prefill speeds: pooled over the fleet, own figures only as far as they are proven."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.fleet.speed import KEPT, MIN_TOKENS, PRIOR, FleetSpeed
+
+
+def test_the_first_prefill_replaces_the_guess() -> None:
+    speed = FleetSpeed(2_000.0)
+    assert speed.of("a") == 2_000.0
+    speed.observe("a", 1_000, 2.0)
+    assert speed.of("a") == speed.of("b") == pytest.approx(500.0)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(MIN_TOKENS - 1, 1.0), (-5, 1.0), (1_000, 0.0), (1_000, -1.0)])
+def test_what_tells_nothing_is_ignored(tokens: int, seconds: float) -> None:
+    speed = FleetSpeed(2_000.0)
+    speed.observe("a", tokens, seconds)
+    assert speed.of("a") == 2_000.0
+
+
+def test_equal_replicas_count_as_equal_in_spite_of_noise() -> None:
+    """Single prefills differ by a factor of two; what is learned of equals differs by little."""
+    rng = random.Random(1)
+    speed = FleetSpeed(1.0)
+    for _ in range(200):
+        for replica in "abcd":
+            speed.observe(replica, 1_000, rng.uniform(0.7, 1.4))
+    learned = [speed.of(replica) for replica in "abcd"]
+    assert max(learned) / min(learned) < 1.2
+    assert all(700 < each < 1_400 for each in learned)
+
+
+def test_a_few_prefills_of_one_replica_say_little() -> None:
+    """Shrunk to the fleet: one twice as fast prefill moves a replica by less than a tenth."""
+    speed = FleetSpeed(1.0)
+    for _ in range(30):
+        for replica in "abc":
+            speed.observe(replica, 1_000, 1.0)
+    before = speed.of("d")
+    speed.observe("d", 1_000, 0.5)
+    assert speed.of("d") / speed.of("a") == pytest.approx(2 ** (1 / (1 + PRIOR)), rel=0.01)
+    assert before == pytest.approx(1_000)
+
+
+def test_a_slower_machine_is_found_out() -> None:
+    speed = FleetSpeed(1.0)
+    for _ in range(KEPT):
+        for replica, seconds in (("a", 1.0), ("b", 1.0), ("slow", 4.0)):
+            speed.observe(replica, 1_000, seconds)
+    assert 2.0 < speed.of("a") / speed.of("slow") < 4.0
+    assert speed.of("a") == pytest.approx(speed.of("b"), rel=0.15), (
+        "equals, but for who was seen just after the slow one"
+    )
+
+
+def test_a_slow_period_common_to_all_changes_no_ratio() -> None:
+    """Everything takes three times as long for a while, and the replicas do not report equally often meanwhile."""
+    speed = FleetSpeed(1.0)
+    for _ in range(40):
+        for replica in "abc":
+            speed.observe(replica, 1_000, 1.0)
+    for turn in range(30):
+        for replica in "abc"[: 1 + turn % 3]:
+            speed.observe(replica, 1_000, 3.0)
+    assert speed.of("a") == pytest.approx(333, rel=0.15)
+    assert speed.of("a") == pytest.approx(speed.of("c"), rel=0.15)
