@@ -84,7 +84,7 @@ class Account:
 
     def close(self, exchange: Exchange) -> Receipt:
         """Call once, when the client has been answered or is gone."""
-        self._place.unplace(exchange)
+        self._place.unplace(exchange, answered=exchange.outcome == "ok")
         receipt = self._receipt(exchange)
         if exchange.outcome == "ok":
             self._learn(exchange, receipt)

@@ -99,7 +99,7 @@ class Forward:
         return bool(untried) and self._budget.take()
 
     def _again(self, exchange: Exchange) -> None:
-        self._place.unplace(exchange)
+        self._place.unplace(exchange, answered=False)
         self._place.place(exchange)
         exchange.retries += 1
 

@@ -56,11 +56,11 @@ class Place:
                 return str(pinned)
         return None
 
-    def unplace(self, exchange: Exchange) -> None:
+    def unplace(self, exchange: Exchange, *, answered: bool) -> None:
         """Give back what `place` took: the request is over, or the replica failed before it answered."""
         if exchange.ticket is not None:
             exchange.ticket.finish()
             exchange.ticket = None
         if exchange.claim is not None:
-            self._placer.release(exchange.claim)
+            (self._placer.answered if answered else self._placer.release)(exchange.claim)
             exchange.claim = None

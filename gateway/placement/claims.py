@@ -27,17 +27,22 @@ class PendingClaims:
 
     With them a burst with one prefix stays together, and the second request of it is predicted as a hit. Owns the live
     claims and, per replica, how often each of their keys is claimed. A claim ends when its last key is reported (as a
-    listener of the index), when its owner releases it, or at its deadline, whichever is first.
+    listener of the index), when its owner releases it, or at its deadline, whichever is first. One whose request was
+    answered is believed for `grace_s` more: its blocks are there, and the report of them is on its way.
     """
 
-    def __init__(self, ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic, *, grace_s: float = 2.0
+    ) -> None:
         self._ttl_s = ttl_s
+        self._grace_s = grace_s
         self._clock = clock
         self._counts: dict[str, dict[int, int]] = {}
         self._fresh: dict[str, int] = {}
         self._awaited: dict[int, list[Claim]] = {}
         self._bits: dict[str, int] = {}
         self._deadlines: deque[Claim] = deque()
+        self._settled: deque[tuple[float, Claim]] = deque()
 
     def __len__(self) -> int:
         """Replicas with live claims."""
@@ -81,12 +86,19 @@ class PendingClaims:
         if not waiting:
             del self._awaited[claim.keys[-1]]
 
+    def settle(self, claim: Claim) -> None:
+        """The request was answered: the claim ends with the report of its last key, or after the grace."""
+        if claim.live:
+            self._settled.append((self._clock() + self._grace_s, claim))
+
     def expire(self) -> None:
         """Ends the claims whose deadline has passed."""
         if not self._deadlines:
             return
         now = self._clock()
-        queue = self._deadlines
+        queue, settled = self._deadlines, self._settled
+        while settled and (not settled[0][1].live or settled[0][0] <= now):
+            self.release(settled.popleft()[1])
         while queue and (not queue[0].live or queue[0].deadline <= now):
             self.release(queue.popleft())
 

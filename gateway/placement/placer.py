@@ -69,7 +69,7 @@ class Placer:
         self.index = index
         self.ring = HashRing(self.settings.virtual_nodes)
         self.traffic = AdaptiveKey(self.settings)
-        self.pending = PendingClaims(self.settings.pending_ttl_s, clock)
+        self.pending = PendingClaims(self.settings.pending_ttl_s, clock, grace_s=self.settings.report_grace_s)
         self.learned = LearnedClaims(self.settings.learned_ttl_s, clock)
         self._cost = CostModel(self.settings)
         self._known: dict[str, ReplicaView] = {}
@@ -143,8 +143,9 @@ class Placer:
     def placed(self, placement: Placement, identity: PromptIdentity) -> Claim:
         """Commits a placement: counts it as traffic and believes its prefix to be where it goes.
 
-        Call it when the request is sent, once per attempt. Release the claim (`release`) when the attempt has ended in
-        any way; it ends by itself when the replica reports the prompt's last block, or after `pending_ttl_s`.
+        Call it when the request is sent, once per attempt. When the attempt has ended say so: `answered` if it was
+        answered in full, else `release`. It ends by itself when the replica reports the prompt's last block, or after
+        `pending_ttl_s`.
         """
         keys = identity.keys
         if placement.reason is not Reason.RETRY:
@@ -160,6 +161,10 @@ class Placer:
             return self.pending.claim(placement.replica, ())
         held = self.index.match(keys, {view.id: view.block_units}).get(view.id, 0)
         return self.pending.claim(placement.replica, keys, held, view.block_units)
+
+    def answered(self, claim: Claim) -> None:
+        """The request of a claim was answered in full: the prefix is there, whether it is reported yet or not."""
+        self.pending.settle(claim)
 
     def release(self, claim: Claim) -> None:
         """Ends what `placed` began; a claim that is over already is no error."""

@@ -36,13 +36,15 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Requests a replica is assumed to have had before any were counted; see `adaptive_key`."""
     pending_ttl_s: float = 60.0
     """A placed prefix that is neither reported nor released is forgotten after this long."""
+    report_grace_s: float = 2.0
+    """The report of an answered request's blocks may be this late; as long as a silent stream is believed."""
     learned_ttl_s: float = 600.0
     """What was placed on a replica without reports is believed to be held for this long."""
     learned_units: int = 16_384
     """Units believed to be held on a replica without reports whose capacity is unknown (262,144 tokens)."""
 
     def __post_init__(self) -> None:
-        for key in ("eps", "share_bound", "pending_ttl_s", "learned_ttl_s"):
+        for key in ("eps", "share_bound", "pending_ttl_s", "report_grace_s", "learned_ttl_s"):
             _require(key, getattr(self, key), getattr(self, key) > 0, "above 0")
         for key in ("prefill_chunk_tokens", "virtual_nodes", "window_requests", "learned_units", "floor_sequences"):
             _require(key, getattr(self, key), getattr(self, key) >= 1, "at least 1")

@@ -19,7 +19,8 @@ def test_predicted_cached_tokens_are_those_of_the_engine(cluster: Cluster) -> No
     assert len(turns) == sum(len(requests_of(chat)) for chat in chats)
     assert all(turn.text for turn in turns), "every reply parses and says something"
     assert {turn.identity for turn in turns} == {"exact"}
-    assert summary("ours", turns)["within_one_block"] >= 0.95
+    misses = [(at, turn) for at, turn in enumerate(turns) if abs(turn.predicted - turn.cached) > 16]
+    assert summary("ours", turns)["within_one_block"] >= 0.95, misses
     # The first turns arrive together, while the prefix that they share is still being computed.
     steady = summary("ours", turns[AT_ONCE:])
     assert steady["mean_abs_error_tokens"] < 16, steady

@@ -109,7 +109,7 @@ async def test_retries_are_counted_by_attempts() -> None:
     made = exchange(PROMPT)
     for _ in range(3):
         parts.place.place(made)
-        parts.place.unplace(made)
+        parts.place.unplace(made, answered=False)
     parts.account.close(made)
     assert parts.count("prefix_gateway_retries_total") == 2
 

@@ -27,8 +27,8 @@ async def test_a_request_goes_where_its_prefix_is_and_counts_what_is_missing() -
     assert made.tried == ["replica-2"]
     assert made.queue_free
     assert parts.loads()["replica-2"] == (1, 320)
-    parts.place.unplace(made)
-    parts.place.unplace(made)
+    parts.place.unplace(made, answered=False)
+    parts.place.unplace(made, answered=False)
     assert idle(parts)
     parts.placer.check()
     assert (made.ticket, made.claim) == (None, None)
@@ -43,7 +43,7 @@ async def test_a_second_attempt_avoids_what_was_tried() -> None:
         assert sum(sequences for sequences, _ in parts.loads().values()) == 1
         assert made.placement is not None
         assert (made.placement.reason is Reason.RETRY) == (attempt > 1)
-        parts.place.unplace(made)
+        parts.place.unplace(made, answered=False)
     with pytest.raises(RequestError) as raised:
         parts.place.place(made)
     assert (raised.value.status, raised.value.code, raised.value.retry_after) == (503, "no_replica", 1.0)
@@ -93,7 +93,7 @@ async def test_an_unreported_replica_is_believed_to_hold_what_was_placed_there()
         replica.reporting = False
     first, again = exchange(PROMPT), exchange(PROMPT)
     parts.place.place(first)
-    parts.place.unplace(first)
+    parts.place.unplace(first, answered=False)
     parts.place.place(again)
     assert again.tried == first.tried
     assert again.placement is not None
@@ -111,7 +111,7 @@ async def test_a_pin_is_followed_where_it_is_allowed() -> None:
     parts.place.place(made)
     assert made.placement is not None
     assert (made.placement.replica, made.placement.reason) == ("replica-1", Reason.PINNED)
-    parts.place.unplace(made)
+    parts.place.unplace(made, answered=False)
     parts.place.place(made)
     assert made.tried[1] != "replica-1", "a pinned replica that failed is not asked again"
     parts.fleet.replicas["replica-2"].engine_up = False

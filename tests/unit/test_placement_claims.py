@@ -7,7 +7,7 @@ from array import array
 
 from gateway.placement.claims import LearnedClaims, PendingClaims
 from gateway.placement.index import PrefixIndex
-from kvstore.messages import Tier
+from kvstore.messages import ROOT_PARENT, Tier
 
 
 class Clock:
@@ -102,6 +102,33 @@ def test_a_prompt_that_is_reported_in_full_claims_nothing():
     assert not pending.claim("a", array("Q"), 0, 1).live
     assert pending.match("a", array("Q", [1]), 1) == 0
     pending.check()
+
+
+def test_an_answered_prompt_is_believed_until_its_report_or_the_grace_is_over():
+    clock = Clock()
+    index = PrefixIndex()
+    pending = PendingClaims(60.0, clock, grace_s=2.0)
+    index.add_listener(pending)
+    index.add_replica("a")
+    early, late = array("Q", [1, 2, 3]), array("Q", [7, 8])
+    for keys in (early, late):
+        pending.settle(pending.claim("a", keys))
+    index.store("a", Tier.HBM, early, [ROOT_PARENT, 1, 2])
+    assert (pending.match("a", early), pending.match("a", late)) == (0, 2)
+    clock.now += 1.9
+    pending.expire()
+    assert pending.match("a", late) == 2
+    pending.check()
+    clock.now += 0.2
+    pending.expire()
+    assert pending.match("a", late) == 0
+    pending.check()
+    pending.settle(pending.claim("a", early[:1]))
+    pending.clear("a")
+    clock.now += 10
+    pending.expire()
+    pending.check()
+    assert len(pending) == 0
 
 
 def test_learned_claims_are_crowded_out_oldest_first_and_heads_outlive_tails():
