@@ -86,6 +86,7 @@ class Gateway:
         await self._identifier.start()
         tasks = [
             asyncio.create_task(self.fleet.run(), name="fleet"),
+            asyncio.create_task(self._profiles.run(), name="parity"),
             asyncio.create_task(self._sample_history(), name="duplication history"),
         ]
         for task in tasks:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from gateway.app import Gateway
 from gateway.errors import SettingsError
-from gateway.settings import ListenSettings, Settings
+from gateway.settings import Settings
 from gateway.telemetry import start_logging, start_tracing, stop_tracing
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,10 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except OSError as error:
+    except (OSError, ValueError, UnicodeError) as error:
         bound.close()
-        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with {flag}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"cannot listen on {host}:{port}: {why}; choose another with {flag}") from error
     bound.listen(BACKLOG)
     bound.setblocking(False)
     return bound
@@ -76,7 +77,7 @@ async def _serve(settings: Settings, public: socket.socket, admin: socket.socket
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
-    log.info("serving %s, admin on http://%s:%d/admin", address(settings.listen), *admin.getsockname()[:2])
+    log.info("serving %s/v1, admin on %s/admin", address(public), address(admin))
     async with gateway.running(on_failure=stop):
         await asyncio.gather(servers[0].serve([public]), servers[1].serve([admin]))
 
@@ -98,6 +99,7 @@ def _server(app: ASGIApp, drain_s: int) -> _Server:
     )
 
 
-def address(listen: ListenSettings) -> str:
-    """The public endpoint as a client would write it."""
-    return f"http://{listen.host}:{listen.port}/v1"
+def address(bound: socket.socket) -> str:
+    """Where a socket listens, as a client would write it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

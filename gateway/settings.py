@@ -7,17 +7,23 @@ from `PREFIX_GATEWAY_AGENT_TOKEN` or from the file named by `PREFIX_GATEWAY_AGEN
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
+import httpx
 import msgspec
 import yaml
 
 from gateway.errors import SettingsError
 
 ENV_PREFIX = "PREFIX_GATEWAY_"
+MAX_WEIGHT = 100
+"""A weight buys points on the ring: 512 for each 1."""
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SECRETS = {"PREFIX_GATEWAY_AGENT_TOKEN", "PREFIX_GATEWAY_AGENT_TOKEN_FILE"}
 
 
@@ -147,12 +153,18 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
 
 
 def _agent_token(environ: Mapping[str, str]) -> str:
+    name, token = "PREFIX_GATEWAY_AGENT_TOKEN", environ.get("PREFIX_GATEWAY_AGENT_TOKEN", "")
     if file := environ.get("PREFIX_GATEWAY_AGENT_TOKEN_FILE"):
+        name = f"PREFIX_GATEWAY_AGENT_TOKEN_FILE: {file}"
         try:
-            return Path(file).read_text().strip()
+            token = Path(file).read_text().strip()
         except OSError as error:
-            raise SettingsError(f"PREFIX_GATEWAY_AGENT_TOKEN_FILE: {file}: {error.strerror}") from error
-    return environ.get("PREFIX_GATEWAY_AGENT_TOKEN", "")
+            raise SettingsError(f"{name}: {error.strerror}") from error
+        except ValueError as error:  # not text, or no path at all
+            raise SettingsError(f"{name}: {error}") from error
+    if not token.isascii() or not token.isprintable():
+        raise SettingsError(f"{name}: a token is printable ASCII")
+    return token
 
 
 def _named(message: str) -> str:
@@ -167,19 +179,19 @@ def _check(settings: Settings) -> None:
     seen: set[str] = set()
     for at, replica in enumerate(settings.replicas):
         where = f"replicas[{at}]"
-        if not replica.id or replica.id in seen:
-            raise SettingsError(f"{where}.id: {replica.id!r} must be set and unique")
+        if replica.id in seen or not _ID.fullmatch(replica.id):
+            raise SettingsError(f"{where}.id: {replica.id!r} must be unique, of letters, digits and . _ : - only")
         seen.add(replica.id)
         _check_url(f"{where}.engine", replica.engine)
         if replica.agent is not None:
             _check_url(f"{where}.agent", replica.agent)
-        if not replica.weight > 0:
-            raise SettingsError(f"{where}.weight: must be above 0, got {replica.weight}")
+        if not 0 < replica.weight <= MAX_WEIGHT:
+            raise SettingsError(f"{where}.weight: must be above 0 and at most {MAX_WEIGHT}, got {replica.weight}")
     for section, key in (("listen", "port"), ("listen", "admin_port")):
         port = getattr(getattr(settings, section), key)
         if not 0 <= port <= 65_535:
             raise SettingsError(f"{section}.{key}: must be between 0 and 65535, got {port}")
-    if not settings.placement.epsilon > 0:
+    if not 0 < settings.placement.epsilon < math.inf:
         raise SettingsError(f"placement.epsilon: must be above 0, got {settings.placement.epsilon}")
     if not 0 <= settings.placement.route_seed < 1 << 64:
         raise SettingsError(f"placement.route_seed: must be in [0, 2**64), got {settings.placement.route_seed}")
@@ -192,9 +204,9 @@ def _check(settings: Settings) -> None:
         "first_byte_timeout_s",
         "drain_timeout_s",
     ):
-        if not getattr(limits, key) > 0:
+        if not 0 < getattr(limits, key) < math.inf:
             raise SettingsError(f"limits.{key}: must be above 0, got {getattr(limits, key)}")
-    if not limits.identity_timeout_s > 0:
+    if not 0 < limits.identity_timeout_s < math.inf:
         raise SettingsError(f"limits.identity_timeout_s: must be above 0, got {limits.identity_timeout_s}")
     if not 0 <= limits.retry_budget <= 1:
         raise SettingsError(f"limits.retry_budget: must be between 0 and 1, got {limits.retry_budget}")
@@ -205,10 +217,11 @@ def _check(settings: Settings) -> None:
 
 
 def _check_url(where: str, url: str) -> None:
-    parts = urlsplit(url)
     try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
+        parts = httpx.URL(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
+        usable = usable and parts.path == "/" and not parts.query and not parts.fragment and not parts.userinfo
+    except httpx.InvalidURL:
         usable = False
-    if not usable or parts.path not in ("", "/") or parts.query:
+    if not usable:
         raise SettingsError(f"{where}: expected http://host:port, got {url!r}")

@@ -49,7 +49,7 @@ class AdminApp(FastAPI):
         self.add_api_route("/health", _health)
         self.add_api_route("/metrics", self._metrics)
         self.add_api_route("/admin/replicas", self._replicas)
-        self.add_api_route("/admin/receipts/{request_id}", self._receipt)
+        self.add_api_route("/admin/receipts/{request_id:path}", self._receipt)
         self.add_api_route("/admin/explain", self._explained, methods=["POST"])
         self.add_api_route("/admin/duplication", self._duplication)
         self.add_exception_handler(RequestError, _request_error)

@@ -24,7 +24,11 @@ HOST = "127.0.0.1"
 
 
 class ClusterError(GatewayError):
-    """A part of the demo's deployment could not be started, or died; says which and shows its last words."""
+    """A part of the demo's deployment cannot be started as asked for."""
+
+
+class PartDied(ClusterError):
+    """A part ended or did not get ready; says which and shows its last words."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,13 @@ class Cluster:
         self.stop()
 
     def check_ports(self) -> None:
-        """Raises ClusterError naming the flag of the first port that is taken."""
+        """Raises ClusterError naming the flag of the first port that is taken, out of range, or wanted twice."""
+        wanted: dict[int, str] = {}
         for flag, port in self.options.ports.named():
+            if port > 65_535:
+                raise ClusterError(f"port {port} is too high: choose a lower {flag}")
+            if (other := wanted.setdefault(port, flag)) != flag:
+                raise ClusterError(f"port {port} is wanted by {other} and by {flag}")
             if not _is_free(port):
                 raise ClusterError(f"port {port} is taken: choose another with {flag}")
 
@@ -168,7 +177,7 @@ class Cluster:
         self.start_gateway()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until every replica is up, reports, and is identified exactly. Raises ClusterError when one dies or it takes
+        """Until every replica is up, reports, and is identified exactly. Raises PartDied when one dies or it takes
         longer."""
         deadline = time.monotonic() + timeout_s
         state = "the gateway does not answer"
@@ -187,13 +196,13 @@ class Cluster:
                     return
                 state = f"{len(ready)} of {self.count} replicas ready, identity: {identity}"
                 await asyncio.sleep(0.1)
-        raise ClusterError(f"not ready after {timeout_s:.0f} s: {state}")
+        raise PartDied(f"not ready after {timeout_s:.0f} s: {state}")
 
     def check_alive(self) -> None:
-        """Raises ClusterError with the last words of a process that has ended."""
+        """Raises PartDied with the last words of a process that has ended."""
         for name, process in self._running.items():
             if process.poll() is not None:
-                raise ClusterError(f"{name} ended with status {process.returncode}:\n{self.log(name)}")
+                raise PartDied(f"{name} ended with status {process.returncode}:\n{self.log(name)}")
 
     def log(self, name: str, lines: int = 20) -> str:
         """The last lines a process wrote."""

@@ -10,6 +10,7 @@ from gateway.demo.cluster import ClusterError
 
 def prepare_model(model: str) -> None:
     """Build the model's directory in the user's cache if it is not there. Raises ClusterError."""
-    done = subprocess.run([sys.executable, "-m", "replica_agent.reference.prepare", model], check=False)
+    arguments = [sys.executable, "-m", "replica_agent.reference.prepare", model]
+    done = subprocess.run(arguments, check=False, start_new_session=True)
     if done.returncode:
         raise ClusterError(f"model {model!r} could not be prepared")

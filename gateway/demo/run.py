@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import os
-import signal
 
 import httpx
 
 from gateway.demo.client import DemoClient, DemoError
-from gateway.demo.cluster import Cluster, ClusterError, ClusterOptions, Ports
+from gateway.demo.cluster import Cluster, ClusterOptions, PartDied, Ports
+from gateway.demo.interruption import Interrupted, Interruption
 from gateway.demo.prepare import prepare_model
 from gateway.demo.questions import DOCUMENTS
 from gateway.demo.scenario import Phase, Scenario, Spill
@@ -37,14 +37,20 @@ def run(options: argparse.Namespace) -> int:
             kv_tokens=options.kv_tokens or KV_TOKENS.get(options.model, KV_TOKENS["smollm2"]),
         )
     )
-    cluster.check_ports()
-    prepare_model(options.model)
+    interruption = Interruption()
+    interruption.install()
     with cluster:
         try:
-            status = asyncio.run(_play(cluster, screen, options))
-        except (DemoError, ClusterError, httpx.HTTPError) as error:
+            cluster.check_ports()
+            prepare_model(options.model)
+            status = asyncio.run(_play(cluster, screen, options, interruption))
+        except (DemoError, PartDied, httpx.HTTPError) as error:
             screen.line(f"demo failed: {error}")
             status = 1
+        except Interrupted:
+            status = 130
+        finally:
+            interruption.ignore()
     left = cluster.leftovers()
     screen.verdict(
         not left, f"nothing is left running: {', '.join(left) or 'every process has ended, every port is free'}"
@@ -64,7 +70,7 @@ def _ports(options: argparse.Namespace) -> Ports:
     )
 
 
-async def _play(cluster: Cluster, screen: Screen, options: argparse.Namespace) -> int:
+async def _play(cluster: Cluster, screen: Screen, options: argparse.Namespace, interruption: Interruption) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     playing = asyncio.current_task()
@@ -74,8 +80,10 @@ async def _play(cluster: Cluster, screen: Screen, options: argparse.Namespace) -
         stop.set()
         playing.cancel()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, interrupt)
+    def signalled() -> None:
+        loop.call_soon_threadsafe(interrupt)
+
+    interruption.action = signalled
     async with contextlib.AsyncExitStack() as stack:
         try:
             ok = await _scenario(cluster, screen, options, stack)

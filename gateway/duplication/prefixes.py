@@ -75,14 +75,14 @@ def shared_prefixes(index: PrefixIndex, shared: Set[int], kind: BlockKind, tier:
 
 def _depth(index: PrefixIndex, key: int, mask: int, depths: dict[int, int]) -> int:
     """Blocks from the root to `key`, as far up as a replica of `mask` holds them. Fills `depths` on the way."""
-    walk: list[int] = []
+    walk: dict[int, None] = {}  # in order; parents that lead round in a circle are somebody's mistake, not our end
     seen = key
-    while seen != ROOT_PARENT and seen not in depths:
+    while seen != ROOT_PARENT and seen not in depths and seen not in walk:
         # A holder of this block size: another's parent of the same key is a block of another length.
         held = next((held for tier in Tier if (held := index.holder_mask(seen, tier) & mask)), 0)
         if not held:
             break
-        walk.append(seen)
+        walk[seen] = None
         seen = index.parent(seen, index.replicas_of(held & -held)[0]) or ROOT_PARENT
     depth = depths.get(seen, 0)
     for step in reversed(walk):

@@ -103,6 +103,10 @@ def render_text(report: DuplicationReport) -> str:
         f"distinct    {_mib(report.distinct_bytes)} MiB",
         f"duplicated  {_mib(report.excess_bytes)} MiB  ({_share(report.excess_bytes, report.held_bytes)} of held)",
     ]
+    if not report.models:
+        lines.append(
+            "no replica reports any block: is an agent running beside each engine, and has there been traffic?"
+        )
     if report.window is not None:
         w = report.window
         lines.append(

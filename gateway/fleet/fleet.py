@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 import httpx
@@ -72,6 +73,12 @@ class Fleet:
             if replica.engine_up:
                 cards |= {name: card for name, card in replica.models.items() if name not in cards}
         return cards
+
+    def context(self, model: str) -> float:
+        """The longest context any replica has for this model, in tokens; infinite where none says."""
+        said = [each.models[model].get("max_model_len") for each in self.replicas.values() if model in each.models]
+        lengths = [length for length in said if isinstance(length, int) and length > 0]
+        return max(lengths) if lengths else math.inf
 
     def knows(self, model: str) -> bool:
         """Whether any replica, up or down, is known to serve this model."""

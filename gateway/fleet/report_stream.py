@@ -35,12 +35,20 @@ tracer = trace.get_tracer(__name__)
 SILENCE_S = 2.0
 """A stream without a frame for this long is lost: heartbeats come every 250 ms."""
 
+MAX_HELLO_BYTES = 1 << 20
+MAX_FILES_BYTES = 80 << 20
+"""Agents send at most 64 MiB of files, and a little around them."""
+
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 Wire = TypeVar("Wire")
 
 
 class StreamLost(Exception):
-    """The reports can be followed no further; the message says why."""
+    """The reports can be followed no further; the message says why, `kind` in a word fit for a metric."""
+
+    def __init__(self, message: str, kind: str = "reports") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ReportStream:
@@ -85,9 +93,7 @@ class ReportStream:
             try:
                 await self._session()
             except StreamLost as lost:
-                self._lost(str(lost), "reports")
-            except httpx.HTTPStatusError as error:
-                self._lost(f"{error.request.url.path} answered {error.response.status_code}: {_text(error)}", "status")
+                self._lost(str(lost), lost.kind)
             except httpx.HTTPError as error:
                 self._lost(f"{type(error).__name__}: {error}", "connection")
             except (KvStoreError, msgspec.MsgspecError, RecursionError) as error:
@@ -103,7 +109,7 @@ class ReportStream:
     async def _session(self) -> None:
         replica = self._replica
         with tracer.start_as_current_span("gateway.connect_agent", attributes={"replica": replica.id}):
-            hello = await self._get("/v1/hello", msgspec.json.Decoder(Hello))
+            hello = await self._get("/v1/hello", msgspec.json.Decoder(Hello), MAX_HELLO_BYTES)
             if hello.protocol != PROTOCOL_VERSION:
                 raise StreamLost(f"agent speaks protocol {hello.protocol}, this gateway {PROTOCOL_VERSION}")
             if hello.replica_id != replica.id:
@@ -115,29 +121,30 @@ class ReportStream:
             replica.hello = hello
             self._on_hello(replica, hello)
             if "exact" in hello.identity_modes:
-                await self._on_model_files(
-                    replica, await self._get("/v1/model-files", msgspec.msgpack.Decoder(ModelFiles))
-                )
+                files = await self._get("/v1/model-files", msgspec.msgpack.Decoder(ModelFiles), MAX_FILES_BYTES)
+                await self._on_model_files(replica, files)
             headers = self._traced()
         url = self._agent.join("/v1/reports")
         timeout = httpx.Timeout(SILENCE_S)
         async with self._client.stream("GET", url, headers=headers, timeout=timeout) as response:
-            if response.is_error:
-                await response.aread()
-            response.raise_for_status()
+            if response.status_code != 200:
+                raise await _refused(response)
             reader = FrameReader()
             async for data in response.aiter_raw():
                 for report in reader.feed(data):
                     self._apply(report)
         raise StreamLost("agent closed the report stream")
 
-    async def _get(self, path: str, decoder: msgspec.json.Decoder[Wire] | msgspec.msgpack.Decoder[Wire]) -> Wire:
-        response = await self._client.get(self._agent.join(path), headers=self._traced(), timeout=10.0)
-        response.raise_for_status()
-        return decoder.decode(response.content)
+    async def _get(
+        self, path: str, decoder: msgspec.json.Decoder[Wire] | msgspec.msgpack.Decoder[Wire], limit: int
+    ) -> Wire:
+        async with self._client.stream("GET", self._agent.join(path), headers=self._traced(), timeout=10.0) as response:
+            if response.status_code != 200:
+                raise await _refused(response)
+            return decoder.decode(await _read(response, limit))
 
     def _traced(self) -> dict[str, str]:
-        headers = dict(self._headers)
+        headers = {"accept-encoding": "identity", **self._headers}
         propagate.inject(headers)
         return headers
 
@@ -214,5 +221,16 @@ class ReportStream:
         self._set_reporting(False, why)
 
 
-def _text(error: httpx.HTTPStatusError) -> str:
-    return error.response.text[:200]
+async def _read(response: httpx.Response, limit: int) -> bytes:
+    """The body as it travels. Raises StreamLost when it is longer than `limit`."""
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > limit:
+            raise StreamLost(f"{response.url.path} answered more than {limit} bytes", "protocol")
+    return bytes(body)
+
+
+async def _refused(response: httpx.Response) -> StreamLost:
+    text = (await _read(response, MAX_HELLO_BYTES))[:200].decode(errors="replace")
+    return StreamLost(f"{response.url.path} answered {response.status_code}: {text}", "status")

@@ -240,10 +240,12 @@ def _plain(message: dict[str, Any], lists: bool) -> dict[str, Any]:
 
 def _plain_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
+    arguments = function.get("arguments") or {}
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -178,6 +178,8 @@ async def check(identifier: Identifier, model: str, tokenize: Tokenize) -> Parit
 
 async def sample(identifier: Identifier, request: PromptRequest, tokenize: Tokenize) -> bool | None:
     """Whether an engine tokenizes a real request as the gateway does; None when either side does not say."""
+    if request.documents is not None or request.reasoning_effort is not None:
+        return None  # not fields of /tokenize
     theirs = await _ask(tokenize, tokenize_body(request))
     if theirs is None:
         return None

@@ -28,6 +28,10 @@ _PROMPT = b"\xf9"
 _RAW = b"\xf8"
 _END = b"\xf5"
 
+MAX_PARSED = 256 * 1024
+"""Bytes of messages or prompt that are brought into the canonical form; parsing more would hold up the event loop (a
+million empty lists fit into 3 MB). Longer ones are taken as the client spelled them, which its next turn repeats."""
+
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 _UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError)
@@ -60,10 +64,11 @@ def canonical(request: PromptRequest) -> bytes:
         setting = _compact(raw)
         if setting not in (b"", b"null", b"[]", b"{}"):
             out += (_SETTING, name, _FIELD, setting)
-    if request.messages is not None:
-        _messages(request.messages, out)
-    if request.prompt is not None:
-        _prompt(request.prompt, out)
+    for raw, write in ((request.messages, _messages), (request.prompt, _prompt)):
+        if raw is not None and len(raw) > MAX_PARSED:
+            out += (_RAW, raw)
+        elif raw is not None:
+            write(raw, out)
     return b"".join(out)
 
 
@@ -71,6 +76,8 @@ def _compact(raw: bytes | None) -> bytes:
     """JSON without its white space, as it stands where that cannot be had."""
     if raw is None:
         return b""
+    if len(raw) > MAX_PARSED:
+        return _RAW + raw
     try:
         return _encode(_decode(raw))
     except _UNREADABLE:

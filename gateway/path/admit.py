@@ -42,10 +42,10 @@ class Admission:
         model = body.string("model")
         if not model:
             raise RequestError(400, "model is required", param="model", code="missing_field")
-        exchange.model = model
-        exchange.stream = body.flag("stream")
         if not self._fleet.knows(model):
             self._refuse_model(model)
+        exchange.model = model
+        exchange.stream = body.flag("stream")
         exchange.prompt = prompt_request(exchange.path, model, body)
 
     def enter(self) -> None:
@@ -75,7 +75,7 @@ class Admission:
             )
         known = ", ".join(sorted(self._fleet.models()))
         raise RequestError(
-            404, f"model {model!r} does not exist; served here: {known}", param="model", code="model_not_found"
+            404, f"model {model[:200]!r} does not exist; served here: {known}", param="model", code="model_not_found"
         )
 
     async def _read(self, exchange: Exchange) -> bytes:

@@ -34,9 +34,15 @@ UNIQUE = STRIPPED | {
 T = TypeVar("T")
 
 _OPEN = re.compile(rb"\s*\{\s*")
-_KEY = re.compile(rb'\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_KEY = re.compile(rb'\s*("[^"\\]*(?:\\.[^"\\]*)*")\s*:\s*', re.DOTALL)
 _NEXT = re.compile(rb"\s*([,}])")
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],]|[^"{}\[\],]+', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],]|[^"{}\[\],]+', re.DOTALL)
+
+MAX_FIELDS = 1_000
+"""Top-level fields of a body; APIs know a few dozen."""
+
+MAX_SKIPPED = 64 * 1024
+"""Bytes of a value that a later one of the same key replaces; it is walked token by token, on the event loop."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_key = msgspec.json.Decoder(str).decode
@@ -99,30 +105,33 @@ def _scan(body: bytes, values: Mapping[str, msgspec.Raw]) -> list[Field]:
     """Where each top-level field stands. The body is known to be valid JSON, so only positions are looked for.
 
     Values are skipped by comparing with the decoded one (a memcmp); only a duplicate key's earlier value differs from
-    it and is walked token by token.
+    it and is walked token by token. So the whole costs time in proportion to the body, whatever it repeats.
     """
+    if len(values) > MAX_FIELDS:
+        raise _too_many()
     opening = _OPEN.match(body)
     assert opening is not None
     at = opening.end()
     fields: list[Field] = []
-    seen: set[str] = set()
+    seen: dict[str, bytes] = {}
     while body[at : at + 1] != b"}":
         named = _KEY.match(body, at)
         assert named is not None
         text = named[1]
         key = _decode_key(text) if b"\\" in text else text[1:-1].decode()
         start, value = named.start(1), named.end()
-        raw = bytes(values[key])
+        if (repeated := key in seen) and key in UNIQUE:
+            raise RequestError(400, f"{key} is given more than once", param=key, code="duplicate_key")
+        raw = seen[key] if repeated else seen.setdefault(key, bytes(values[key]))
         end = value + len(raw)
         closing = _NEXT.match(body, end) if body.startswith(raw, value) else None
         if closing is None:
             end = _skip(body, value)
             closing = _NEXT.match(body, end)
             assert closing is not None
-        if key in seen and key in UNIQUE:
-            raise RequestError(400, f"{key} is given more than once", param=key, code="duplicate_key")
-        seen.add(key)
         fields.append(Field(key, start, value, end))
+        if len(fields) > MAX_FIELDS:
+            raise _too_many()
         at = closing.end() if closing[1] == b"," else closing.start(1)
     return fields
 
@@ -132,6 +141,8 @@ def _skip(body: bytes, at: int) -> int:
     depth = 0
     end = at
     for token in _TOKEN.finditer(body, at):
+        if end - at > MAX_SKIPPED:
+            raise RequestError(400, "a long value is given more than once", code="duplicate_key")
         first = token[0][:1]
         if depth == 0 and first in b",}]" and end > at:
             break
@@ -143,3 +154,7 @@ def _skip(body: bytes, at: int) -> int:
         if depth == 0 and first in b'}]"':
             break
     return at + len(body[at:end].rstrip())
+
+
+def _too_many() -> RequestError:
+    return RequestError(400, f"the body has more than {MAX_FIELDS} fields", code="too_many_fields")

@@ -22,7 +22,7 @@ RETRIED_STATUS = frozenset({502, 503})
 """An engine that answers so has not begun on the request."""
 
 MAX_BUFFERED_REPLY = 8 * 1024 * 1024
-"""A longer reply that is no stream is passed on without reading its usage."""
+"""A longer JSON reply is passed on without reading its usage, and so is whatever is no JSON."""
 
 _decode_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 _STATUS_OF = {"timeout": (504, "upstream_timeout"), "connect": (503, "upstream_unreachable")}
@@ -86,10 +86,11 @@ class Forward:
             try:
                 options = _decode_options(body.get("stream_options") or b"null") or {}
             except msgspec.MsgspecError as error:
-                raise RequestError(
-                    400, "stream_options must be an object", param="stream_options", code="invalid_type"
-                ) from error
-            if bytes(options.get("include_usage", b"")) != b"true":
+                raise _bad_options("stream_options must be an object") from error
+            asked = bytes(options.get("include_usage", b"null"))
+            if asked not in (b"true", b"false", b"null"):
+                raise _bad_options("stream_options.include_usage must be a boolean")
+            if asked != b"true":
                 options["include_usage"] = msgspec.Raw(b"true")
                 put["stream_options"] = msgspec.json.encode(options)
         return (body.edited(remove, put) if remove or put else body.raw), bool(put)
@@ -112,21 +113,22 @@ class Forward:
         raise RequestError(status, str(error), type="server_error", code=code, retry_after=retry_after) from error
 
     async def _relay(self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool) -> None:
-        streaming = response.headers.get("content-type", "").startswith("text/event-stream")
-        if streaming:
+        kind = response.headers.get("content-type", "")
+        if kind.startswith("text/event-stream"):
             await self._relay_events(exchange, replica, response, drop_usage)
         else:
-            await self._relay_whole(exchange, replica, response)
+            buffered = MAX_BUFFERED_REPLY if kind.startswith("application/json") else 0
+            await self._relay_whole(exchange, replica, response, buffered)
         if not exchange.broken:
             exchange.outcome = "ok" if response.status_code < 400 else "engine_error"
 
-    async def _relay_whole(self, exchange: Exchange, replica: Replica, response: httpx.Response) -> None:
-        """Read the reply to its end first, so that the receipt can say what was cached; a very long one only so far."""
+    async def _relay_whole(self, exchange: Exchange, replica: Replica, response: httpx.Response, buffered: int) -> None:
+        """Hold back up to `buffered` bytes until the reply's end, so that the receipt can say what was cached."""
         reply = bytearray()
         async for chunk in self._upstream.chunks(replica, response):
             self._first_byte(exchange)
             reply += chunk
-            if len(reply) > MAX_BUFFERED_REPLY or exchange.started:
+            if len(reply) > buffered or exchange.started:
                 if not exchange.started:
                     await self._start(exchange, response, keep_length=True)
                 await exchange.send({"type": "http.response.body", "body": bytes(reply), "more_body": True})
@@ -181,3 +183,7 @@ class Forward:
             exchange.first_byte_s = exchange.elapsed()
             if exchange.ticket is not None:
                 exchange.ticket.prefilled()
+
+
+def _bad_options(message: str) -> RequestError:
+    return RequestError(400, message, param="stream_options", code="invalid_type")

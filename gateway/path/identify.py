@@ -7,6 +7,10 @@ from gateway.identity.identifier import Identifier
 from gateway.identity.prompt import IdentityMode, PromptIdentity, PromptRequest
 from gateway.path.exchange import Exchange
 
+MAX_TOKEN_BYTES = 64
+"""JSON bytes that a token of an honest prompt takes at most. A prompt that cannot fit into the model's context will be
+refused by the engine; tokenizing it would only make others wait."""
+
 
 class Identify:
     """Fills in `identity`; leaves it None for requests without a prompt."""
@@ -23,5 +27,7 @@ class Identify:
     async def of(self, prompt: PromptRequest) -> PromptIdentity:
         """The identity of one prompt."""
         if self._fleet.has_agents(prompt.model):
+            if len(prompt.messages or prompt.prompt or b"") > self._fleet.context(prompt.model) * MAX_TOKEN_BYTES:
+                return self._identifier.identify_text(prompt, IdentityMode.TEXT, "too_long")
             return await self._identifier.identify(prompt)
         return self._identifier.identify_text(prompt, IdentityMode.HASH, "no_agent")

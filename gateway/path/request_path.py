@@ -19,13 +19,14 @@ from gateway.path.exchange import Exchange
 from gateway.path.forward import Forward
 from gateway.path.identify import Identify
 from gateway.path.place import Place
+from gateway.telemetry import is_tracing
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
 
 
 class RequestPath:
-    """An ASGI callable for `POST /v1/*`. The whole composition is in `__call__`."""
+    """An ASGI callable for `POST /v1/*`. The whole composition is in `__call__`. Made after tracing was set up."""
 
     def __init__(
         self, admission: Admission, identify: Identify, place: Place, forward: Forward, account: Account
@@ -35,6 +36,7 @@ class RequestPath:
         self._place = place
         self._forward = forward
         self._account = account
+        self._tracing = is_tracing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, headers.request_id(scope["headers"]))
@@ -44,7 +46,7 @@ class RequestPath:
             await self._refuse(exchange, error)
             return
         try:
-            with _span(exchange):
+            with _span(exchange) if self._tracing else contextlib.nullcontext():
                 try:
                     await self._admission.admit(exchange)
                     with _child("identify"):

@@ -51,9 +51,13 @@ class Upstream:
             method, self._url(replica.engine, path), headers=headers, content=body, extensions=self._extensions
         )
         try:
-            return await self._transport.handle_async_request(request)
-        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+            response = await self._transport.handle_async_request(request)
+        except (httpx.HTTPError, aiohttp.ClientError, OSError, ValueError) as error:
             raise map_error(replica.id, error) from error
+        if not 200 <= response.status_code <= 599:
+            await response.aclose()
+            raise UpstreamError(replica.id, "protocol", f"answered with status {response.status_code}")
+        return response
 
     def _url(self, engine: httpx.URL, path: str) -> httpx.URL:
         """Parsing a URL costs as much as placing a request; clients use few paths, but may make up any number."""

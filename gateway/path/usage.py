@@ -37,6 +37,9 @@ _decode = msgspec.json.Decoder(Reply).decode
 def read_reply(data: bytes | bytearray) -> Reply | None:
     """A reply object, None when the bytes are not one: an engine may answer anything, and it is passed on as it is."""
     try:
-        return _decode(data)
+        reply = _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    if reply.usage is not None and min(reply.usage.prompt_tokens, reply.usage.cached_tokens or 0) < 0:
+        return None
+    return reply

@@ -267,6 +267,12 @@ async def test_errors_are_openai_shaped():
             (404, "model_not_found", openai.NotFoundError, CHAT | {"model": "absent"}),
             (400, "missing_field", openai.BadRequestError, CHAT | {"model": ""}),
             (400, "invalid_type", openai.BadRequestError, CHAT | {"stream_options": [1], "stream": True}),
+            (
+                400,
+                "invalid_type",
+                openai.BadRequestError,
+                CHAT | {"stream_options": {"include_usage": 1}, "stream": True},
+            ),
             (413, "body_too_large", openai.APIStatusError, CHAT | {"user": "x" * 6000}),
         ]
         for status, code, kind, body in own:
@@ -402,3 +408,54 @@ async def test_a_very_long_reply_passes_whole():
             answer = await http.post(PATH, json=CHAT | {"user": user})
             assert (answer.status_code, answer.json()) == (200, reply)
         assert running.loads() == {"replica-0": (0, 0)}
+
+
+async def test_what_is_neither_json_nor_events_is_not_held_back():
+    received = asyncio.Event()
+
+    async def handler(call: Call) -> None:
+        await call.start(b"application/x-ndjson")
+        await call.chunk(b'{"a":1}\n')
+        await received.wait()
+        await call.chunk(b'{"a":2}\n')
+        await call.end()
+
+    async with FaultEngine(handler) as engine, running_gateway(engine) as running, client(running.url) as http:
+        got = b""
+        async with http.stream("POST", "/v1/audio/speech", json=CHAT) as response:
+            async for data in response.aiter_raw():
+                got += data
+                received.set()
+        assert got == b'{"a":1}\n{"a":2}\n'
+
+
+@pytest.mark.parametrize("status", [600, 999])
+async def test_an_impossible_status_is_a_502(status):
+    async def handler(call: Call) -> None:
+        await call.reply(status, {})
+
+    async with FaultEngine(handler) as engine, running_gateway(engine) as running, client(running.url) as http:
+        answer = await http.post(PATH, json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_protocol")
+
+
+async def test_an_impossible_usage_is_ignored():
+    async def handler(call: Call) -> None:
+        await call.reply(200, {"choices": [], "usage": {"prompt_tokens": -5, "completion_tokens": 1}})
+
+    async with FaultEngine(handler) as engine, running_gateway(engine) as running:
+        async with client(running.url) as http, client(running.admin_url) as admin:
+            answer = await http.post(PATH, json=CHAT, headers={"x-request-id": "a/b"})
+            assert answer.status_code == 200
+            receipt = (await admin.get("/admin/receipts/a/b")).json()
+            assert (receipt["outcome"], receipt["cached_tokens"]) == ("ok", None)
+
+
+async def test_a_made_up_model_is_not_kept():
+    async with FaultEngine(ok) as engine, running_gateway(engine) as running:
+        async with client(running.url) as http, client(running.admin_url) as admin:
+            answer = await http.post(PATH, json=CHAT | {"model": "x" * 100_000})
+            assert answer.status_code == 404
+            assert len(answer.content) < 1_000
+            receipt = (await admin.get(f"/admin/receipts/{answer.headers['x-request-id']}")).json()
+            assert (receipt["model"], receipt["outcome"]) == ("", "model_not_found")

@@ -67,7 +67,7 @@ def test_the_demo_checks_itself_and_leaves_nothing() -> None:
     assert not processes_with(f"--port {ports[2]} ")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything(signum: signal.Signals) -> None:
     arguments, ports = command()
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
@@ -90,3 +90,22 @@ def test_a_taken_port_is_named_with_its_flag() -> None:
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"prefix-gateway: port {ports[at]} is taken: choose another with {flag}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--engine-port", "-1"], "--engine-port"),
+        (["--engine-port", "65535"], "--engine-port"),
+        (["--agent-port", "8000"], "--agent-port"),
+        (["--replicas", "1"], "--replicas"),
+        (["--kv-tokens", "0"], "--kv-tokens"),
+    ],
+)
+def test_flags_that_cannot_work_are_named(flags: list[str], named: str) -> None:
+    arguments = [sys.executable, "-m", "gateway", "demo", "--model", "tiny", *flags]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

@@ -176,3 +176,10 @@ def test_the_report_is_bytes_in_json_and_mib_in_text(index, ledger):
 
 def test_an_empty_report_is_a_report(ledger):
     assert render_text(build_report(ledger)).startswith("KV held     0.0 MiB")
+
+
+def test_parents_that_lead_round_in_a_circle_end_the_walk(index, ledger):
+    for name in "ab":
+        index.store(name, Tier.HBM, [11, 12, 13, 21], [12, 13, 11, 21])
+        index.store(name, Tier.HBM, [14], [12])
+    assert sum(prefix.excess_bytes for prefix in ledger.prefixes()) <= ledger.excess == 5 * 2 * MIB

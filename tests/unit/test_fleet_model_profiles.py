@@ -32,12 +32,13 @@ HELLO = chat([{"role": "user", "content": "hello"}], model="tiny")
 
 
 class Engine:
-    """`/tokenize` with the model's real tokenizer; `off_by_one` makes it another model's."""
+    """`/tokenize` with the real tokenizer; `off_by_one` makes it another's, `odd_text` for such requests only."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self._tokenizer = tokenizer
         self.name = name
         self.off_by_one = False
+        self.odd_text = "no request has this"
         self.answer: Response | None = None
         self.asked = 0
         self.app = Starlette(routes=[Route("/tokenize", self._tokenize, methods=["POST"])])
@@ -57,7 +58,8 @@ class Engine:
                 ids = self._tokenizer.encode(body["prompt"], True)
         except RequestError as error:
             return JSONResponse({"error": {"message": error.message}}, 400)
-        return JSONResponse({"tokens": [token + self.off_by_one for token in ids]})
+        odd = self.off_by_one or self.odd_text in json.dumps(body)
+        return JSONResponse({"tokens": [token + odd for token in ids]})
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ class Rig:
 
     def __init__(self, identifier: Identifier, client: httpx.AsyncClient, sample_every: int) -> None:
         self.identifier = identifier
-        self.profiles = ModelProfiles(identifier, client, sample_every)
+        self.profiles = ModelProfiles(identifier, client, sample_every, prove_again_s=0.2)
         self.engines: list[Engine] = []
         self.replicas: list[Replica] = []
 
@@ -186,7 +188,40 @@ async def test_a_sampled_request_that_differs_means_text(tokenizer: Tokenizer) -
             return made.profiles.mismatches == 1
 
         await until(found)
-        assert made.mode == (IdentityMode.TEXT, "replica-2: a sampled request has other token ids")
+        await until(lambda: made.mode[0] is IdentityMode.TEXT)
+        assert made.mode[1].startswith("replica-2: ")
+
+
+async def test_one_odd_request_of_a_client_decides_nothing_but_many_do(tokenizer: Tokenizer) -> None:
+    async with rig(tokenizer, sample_every=1) as made:
+        for replica in made.replicas:
+            await made.profiles.learn(replica, FILES)
+        made.engines[0].odd_text = "strange"
+        strange = chat([{"role": "user", "content": "strange"}], model="tiny")
+        for count in (1, 2, 3):
+            made.profiles.sample(made.replicas[0], strange)
+            await until(lambda count=count: made.profiles.mismatches == count and made.profiles.idle)
+            assert made.mode == (IdentityMode.EXACT, "")
+        made.profiles.sample(made.replicas[0], strange)
+        await until(lambda: made.mode[0] is IdentityMode.TEXT)
+        assert made.mode[1] == "replica-0: 4 of the last 8 sampled requests differ"
+
+
+async def test_an_engine_that_agrees_again_is_believed_again(tokenizer: Tokenizer) -> None:
+    async with rig(tokenizer) as made:
+        made.engines[1].off_by_one = True
+        for replica in made.replicas:
+            await made.profiles.learn(replica, FILES)
+        assert made.mode[0] is IdentityMode.TEXT
+        running = asyncio.create_task(made.profiles.run())
+        try:
+            asked = made.engines[1].asked
+            await until(lambda: made.engines[1].asked > asked)
+            assert made.mode[0] is IdentityMode.TEXT
+            made.engines[1].off_by_one = False
+            await until(lambda: made.mode == (IdentityMode.EXACT, ""))
+        finally:
+            running.cancel()
 
 
 async def test_no_samples_where_they_are_off(tokenizer: Tokenizer) -> None:

@@ -98,6 +98,7 @@ class Agent:
         self.opening: list[Report] = []
         self.raw_opening: bytes | None = None
         self.token = ""
+        self.reports_answer: Response | None = None
         self.streams = 0
         self._saying: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.app = Starlette(
@@ -126,7 +127,11 @@ class Agent:
         return self._refusal(request) or Response(msgspec.msgpack.encode(FILES))
 
     async def _reports(self, request: Request) -> Response:
-        return self._refusal(request) or StreamingResponse(self._frames(), media_type="application/octet-stream")
+        return (
+            self._refusal(request)
+            or self.reports_answer
+            or StreamingResponse(self._frames(), media_type="application/octet-stream")
+        )
 
     async def _frames(self) -> AsyncIterator[bytes]:
         self.streams += 1
@@ -404,6 +409,25 @@ async def test_frames_that_are_none_are_named(data: bytes, word: str) -> None:
         agent.opening = [snapshot(1, 1, [10]), beat(1, 1, (Tier.HBM, [10]))]
         await gateway.reports([10])
         assert gateway.stream.losses["protocol"] >= 1
+
+
+@pytest.mark.parametrize("status", [302, 304, 404, 500])
+async def test_an_agent_that_answers_something_else_is_named(status: int) -> None:
+    def refuse(agent: Agent) -> None:
+        agent.reports_answer = Response("not here", status, headers={"location": "http://127.0.0.1:1/"})
+
+    async with pair(refuse) as (agent, gateway):
+        await gateway.refuses("/v1/reports", str(status))
+        agent.reports_answer = None
+        await gateway.reports([])
+
+
+async def test_a_hello_without_an_end_is_left() -> None:
+    def shout(agent: Agent) -> None:
+        agent.raw_hello = b"x" * (2 << 20)
+
+    async with pair(shout) as (_, gateway):
+        await gateway.refuses("/v1/hello answered more than")
 
 
 async def test_a_stream_that_the_agent_ends_is_taken_up_again() -> None:

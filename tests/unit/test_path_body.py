@@ -74,6 +74,26 @@ def test_what_is_no_json_object_is_a_400(raw):
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"{" + b",".join(b'"k%d":1' % at for at in range(1001)) + b"}", "too_many_fields"),
+        (b"{" + b",".join([b'"a":1'] * 1001) + b"}", "too_many_fields"),
+        (b'{"a":[' + b"[]," * 40_000 + b'[]],"a":1}', "duplicate_key"),
+    ],
+)
+def test_what_would_take_long_to_scan_is_refused(raw, code):
+    with pytest.raises(RequestError) as refused:
+        Body(raw)
+    assert (refused.value.status, refused.value.code) == (400, code)
+
+
+def test_long_keys_and_values_are_no_trouble():
+    key = "k" * 1_000_000
+    body = Body(json.dumps({key: 1, "v": "x" * 1_000_000, "w": [[]] * 100_000}).encode())
+    assert [field.key for field in body.fields] == [key, "v", "w"]
+
+
 def test_a_field_of_the_wrong_type_is_named():
     body = Body(b'{"model": 1, "stream": "yes", "x": null}')
     for read, key in ((body.string, "model"), (body.flag, "stream")):
