@@ -160,16 +160,6 @@ def test_a_report_of_nothing_is_told(cluster: Cluster, url: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_demo_on_a_taken_port_names_the_flag() -> None:
-    names = ("--port", "--admin-port", "--engine-port", "--agent-port", "--events-port", "--replay-port")
-    with taken() as port:
-        for flag in ("--port", "--replay-port"):
-            ports = dict(zip(names, map(str, free_ports(len(names))), strict=True)) | {flag: str(port)}
-            words = [word for pair in ports.items() for word in pair]
-            done = run("demo", "--check", "--model", "tiny", "--replicas", "1", *words)
-            refused(done, f"port {port} is taken", f"with {flag}")
-
-
 class StreamingEngine:
     """Streams two events and holds the rest back until `release` is set."""
 
