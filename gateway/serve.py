@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway.app import Gateway
 from gateway.errors import SettingsError
+from gateway.http_protocol import BoundedProtocol
 from gateway.settings import Settings
 from gateway.telemetry import start_logging, start_tracing, stop_tracing
 
@@ -50,6 +52,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises SettingsError when a port is taken."""
     start_logging(settings.telemetry)
+    _raise_file_limit()
     listen = settings.listen
     public = bind(listen.host, listen.port, "--port")
     admin = bind(listen.admin_host, listen.admin_port, "--admin-port")
@@ -57,6 +60,13 @@ def run(settings: Settings) -> None:
     with asyncio.Runner(loop_factory=_loop) as runner:
         runner.run(_serve(settings, public, admin))
     stop_tracing()
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file: use all that the system allows, not the 1,024 of an ordinary shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop() -> asyncio.AbstractEventLoop:
@@ -86,7 +96,7 @@ def _server(app: ASGIApp, drain_s: int) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedProtocol,
             lifespan="off",
             log_config=None,
             log_level="warning",

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from gateway.app import Gateway
+from gateway.http_protocol import BoundedProtocol
 from gateway.settings import LimitSettings, ListenSettings, ReplicaSettings, Settings
 
 MODEL = "m"
@@ -170,7 +171,7 @@ async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **
     for app in (gateway.public, gateway.admin):
         bound = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(app, http=BoundedProtocol, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
         )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         servers.append((server, asyncio.create_task(server.serve([bound]))))

@@ -12,6 +12,8 @@ import openai
 import pytest
 from http_support import MODEL, Call, FaultEngine, event, eventually, running_gateway
 
+from gateway import http_protocol
+
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
 
@@ -459,3 +461,48 @@ async def test_a_made_up_model_is_not_kept():
             assert len(answer.content) < 1_000
             receipt = (await admin.get(f"/admin/receipts/{answer.headers['x-request-id']}")).json()
             assert (receipt["model"], receipt["outcome"]) == ("", "model_not_found")
+
+
+async def test_a_request_head_is_bounded_in_size_and_time(monkeypatch):
+    async with FaultEngine(ok) as engine, running_gateway(engine) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+
+        async def answer(*parts: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                got = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            return got
+
+        line = b"POST %s HTTP/1.1\r\nhost: x\r\n" % PATH.encode()
+        long = await answer(line, *[b"x-filler: " + b"y" * 30_000] * 30)
+        assert long == b"" or b" 431 " in long.split(b"\r\n")[0]
+        invalid = await answer(b"\x00\x01 nonsense\r\n\r\n")
+        assert b" 400 " in invalid.split(b"\r\n")[0]
+        assert json.loads(invalid.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+        monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.2)
+        for opening in (b"", b"POST /v1", line):
+            late = await answer(opening)
+            assert json.loads(late.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_timeout", opening
+        async with client(running.url) as http:
+            for _ in range(3):
+                assert (await http.post(PATH, json=CHAT)).status_code == 200
+        assert len(engine.calls) == 3
+
+
+async def test_a_connection_is_used_again_after_its_head_timer_ran(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+
+    async def slow(call: Call) -> None:
+        await asyncio.sleep(0.6)  # longer than a head may take: the timer must not run while an answer is awaited
+        await call.chat()
+
+    async with FaultEngine(slow) as engine, running_gateway(engine) as running, client(running.url) as http:
+        for _ in range(2):
+            assert (await http.post(PATH, json=CHAT)).status_code == 200
