@@ -16,8 +16,8 @@ PRIOR = 50
 """A replica's own speed is the mean of its last 200 prefills, mixed with 50 at the fleet's speed.
 
 One machine's prefills vary by a factor of two from one to the next under load, and a replica that looks faster than its
-equals by chance would draw cold prompts away from free caches. Mixing with the fleet is what reached the figures of
-placement under realistic knowledge; with a few prefills seen, replicas of equal hardware count as equal.
+equals by chance would draw cold prompts away from free caches. With a few prefills seen, replicas of equal hardware
+count as equal. The two numbers are chosen by that argument, not by a measurement of their own.
 """
 
 
