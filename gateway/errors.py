@@ -44,6 +44,11 @@ class RequestError(GatewayError):
         self.retry_after = retry_after
 
 
+def no_replica(message: str) -> RequestError:
+    """The answer while no replica can be asked: come back in a second, and a dead engine has been probed again."""
+    return RequestError(503, message, type="server_error", code="no_replica", retry_after=1.0)
+
+
 class IdentityUnavailable(GatewayError):
     """A prompt could not be turned into token ids; `reason` is one of a bounded set of words, for metrics."""
 

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.errors import error_response
-from gateway.errors import RequestError
+from gateway.errors import RequestError, no_replica
 from gateway.fleet.fleet import Fleet
 from gateway.path import headers
 
@@ -49,7 +49,7 @@ class PublicApp(FastAPI):
 
     async def _ready(self) -> dict[str, str]:
         if not self._fleet.ready():
-            raise RequestError(503, "no engine is up yet", type="server_error", code="no_replica", retry_after=1.0)
+            raise no_replica("no engine is up yet")
         return {"status": "ready"}
 
 

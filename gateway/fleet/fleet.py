@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from typing import Any
 
@@ -20,8 +19,6 @@ from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import Settings
 from kvstore.messages import Hello, Tier
-
-log = logging.getLogger(__name__)
 
 INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
 """Assumed until a prefill has been seen; mostly the ratio between replicas matters to placement, not the figure."""

@@ -16,7 +16,7 @@ from gateway.path.exchange import Exchange
 from gateway.path.place import Place
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided about a request and what came of it. Times are seconds, `at` is Unix time.
 
     `cached_tokens` is the engine's own figure, None where it gave none; `ttft_s` is the first byte of the body.
@@ -95,7 +95,7 @@ class Account:
     def _learn(self, exchange: Exchange, receipt: Receipt) -> None:
         assert receipt.replica is not None
         replica = self._fleet.replicas[receipt.replica]
-        alone = exchange.queue_free and not exchange.retries and exchange.stream
+        alone = exchange.queue_free and len(exchange.tried) == 1 and exchange.stream
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
             self._fleet.speed.observe(replica.id, uncached, receipt.ttft_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.errors import RequestError
+from gateway.errors import RequestError, no_replica
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import PromptRequest
 from gateway.path.body import Body
@@ -15,7 +15,6 @@ from kvstore.identity import Namespace
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-UNKNOWN_MODEL_RETRY_S = 1.0
 
 
 class ClientGone(Exception):
@@ -66,13 +65,7 @@ class Admission:
 
     def _refuse_model(self, model: str) -> None:
         if not self._fleet.models():
-            raise RequestError(
-                503,
-                "no engine is up yet",
-                type="server_error",
-                code="no_replica",
-                retry_after=UNKNOWN_MODEL_RETRY_S,
-            )
+            raise no_replica("no engine is up yet")
         known = ", ".join(sorted(self._fleet.models()))
         raise RequestError(
             404, f"model {model[:200]!r} does not exist; served here: {known}", param="model", code="model_not_found"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-
+from gateway.api.errors import error_body
 from gateway.path.usage import Usage, read_reply
 
 _END = re.compile(rb"\r?\n\r?\n")
@@ -60,9 +59,8 @@ class EventRelay:
 
         A part of an event that the client has seen is ended first, one that it has not seen is left out.
         """
-        error = {"error": {"message": message, "type": "upstream_error", "param": None, "code": code}}
         opening = b"\n\n" if self._sent_of_tail else b""
-        return opening + b"data: " + msgspec.json.encode(error) + b"\n\n"
+        return opening + b"data: " + error_body(message, "upstream_error", code) + b"\n\n"
 
     def _keep(self, event: bytes, *, already: bool) -> bool:
         self.events += 1

@@ -21,8 +21,8 @@ class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
     Written by admit: `target`, `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`,
-    `tried`, `ticket`, `claim`, `queue_free`; by forward: `retries`, `broken`, `first_byte_s`, `usage`, `outcome`; by
-    `send`: `status`, `started`, `finished`. `account` reads them all.
+    `tried`, `ticket`, `claim`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by `send`:
+    `status`, `started`, `finished`. `account` reads them all.
     """
 
     __slots__ = (
@@ -30,7 +30,6 @@ class Exchange:
         "_send",
         "began",
         "body",
-        "broken",
         "claim",
         "client_gone",
         "finished",
@@ -43,7 +42,6 @@ class Exchange:
         "queue_free",
         "receive",
         "request_id",
-        "retries",
         "scope",
         "started",
         "status",
@@ -74,12 +72,10 @@ class Exchange:
         self.ticket: Ticket | None = None
         self.claim: Claim | None = None
         self.queue_free = False
-        self.retries = 0
         self.status = 0
         self.started = False
         self.finished = False
         self.client_gone = False
-        self.broken = False
         self.first_byte_s: float | None = None
         self.usage: Usage | None = None
         self.outcome = "incomplete"

@@ -102,7 +102,6 @@ class Forward:
     def _again(self, exchange: Exchange) -> None:
         self._place.unplace(exchange, answered=False)
         self._place.place(exchange)
-        exchange.retries += 1
 
     def _retry_or_raise(self, exchange: Exchange, error: UpstreamError) -> None:
         if self._may_retry(exchange):
@@ -114,13 +113,14 @@ class Forward:
 
     async def _relay(self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool) -> None:
         kind = response.headers.get("content-type", "")
+        outcome = "ok" if response.status_code < 400 else "engine_error"
         if kind.startswith("text/event-stream"):
-            await self._relay_events(exchange, replica, response, drop_usage)
+            broken = await self._relay_events(exchange, replica, response, drop_usage)
+            exchange.outcome = broken or outcome
         else:
             buffered = MAX_BUFFERED_REPLY if kind.startswith("application/json") else 0
             await self._relay_whole(exchange, replica, response, buffered)
-        if not exchange.broken:
-            exchange.outcome = "ok" if response.status_code < 400 else "engine_error"
+            exchange.outcome = outcome
 
     async def _relay_whole(self, exchange: Exchange, replica: Replica, response: httpx.Response, buffered: int) -> None:
         """Hold back up to `buffered` bytes until the reply's end, so that the receipt can say what was cached."""
@@ -141,11 +141,11 @@ class Forward:
 
     async def _relay_events(
         self, exchange: Exchange, replica: Replica, response: httpx.Response, drop_usage: bool
-    ) -> None:
+    ) -> str:
+        """Returns how the stream broke off after its beginning, which the client has been told; "" if it is whole."""
         relay = EventRelay(drop_usage=drop_usage)
-        chunks = self._upstream.chunks(replica, response)
         try:
-            async for chunk in chunks:
+            async for chunk in self._upstream.chunks(replica, response):
                 if not exchange.started:
                     await self._start(exchange, response, keep_length=False)
                 self._first_byte(exchange)
@@ -154,19 +154,15 @@ class Forward:
         except UpstreamError as error:
             if not exchange.started:
                 raise
-            await self._break_off(exchange, relay, error)
-            return
+            broken = f"upstream_{error.kind}"
+            await exchange.send({"type": "http.response.body", "body": relay.broken(str(error), broken)})
+            return broken
         finally:
             exchange.usage = relay.usage or exchange.usage
         if not exchange.started:
             await self._start(exchange, response, keep_length=False)
         await exchange.send({"type": "http.response.body", "body": relay.finish()})
-
-    async def _break_off(self, exchange: Exchange, relay: EventRelay, error: UpstreamError) -> None:
-        exchange.broken = True
-        exchange.outcome = f"upstream_{error.kind}"
-        ending = relay.broken(str(error), exchange.outcome)
-        await exchange.send({"type": "http.response.body", "body": ending})
+        return ""
 
     async def _start(self, exchange: Exchange, response: httpx.Response, *, keep_length: bool) -> None:
         await exchange.send(

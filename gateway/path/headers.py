@@ -26,6 +26,8 @@ HOP_BY_HOP = frozenset(
     }
 )
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+_NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
+_NOT_RETURNED_OF_STREAMS = _NOT_RETURNED | {b"content-length"}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -60,10 +62,10 @@ def traced(headers: Headers) -> Headers:
 def to_client(headers: Iterable[tuple[bytes, bytes]], exchange: Exchange, *, keep_length: bool) -> Headers:
     """The engine's headers as the client gets them, with the receipt; `date` is set anew by the gateway's server."""
     lowered = [(name.lower(), value) for name, value in headers]
-    dropped = HOP_BY_HOP | _connection_named(lowered) | {b"x-request-id", b"date", b"server"}
-    if not keep_length:
-        dropped |= {b"content-length"}
-    return [(n, v) for n, v in lowered if n not in dropped and not n.startswith(b"x-gateway-")] + receipt(exchange)
+    not_returned = _NOT_RETURNED if keep_length else _NOT_RETURNED_OF_STREAMS
+    named = _connection_named(lowered)
+    kept = [(n, v) for n, v in lowered if n not in not_returned and n not in named and not n.startswith(b"x-gateway-")]
+    return kept + receipt(exchange)
 
 
 def receipt(exchange: Exchange) -> Headers:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from array import array
 
-from gateway.errors import NoReplica, RequestError
+from gateway.errors import NoReplica, RequestError, no_replica
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.path.exchange import Exchange
 from gateway.placement.placer import Placer
 
 PIN_HEADER = b"x-gateway-pin"
-NO_REPLICA_RETRY_S = 1.0
 NO_PROMPT = PromptIdentity(mode=IdentityMode.HASH, keys=array("Q"), tokens=0, fallback="no_prompt")
 """Stands for requests without a prompt to reuse, such as embeddings: placed by load."""
 
@@ -32,13 +31,7 @@ class Place:
         try:
             placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned)
         except NoReplica as error:
-            raise RequestError(
-                503,
-                f"no replica of {exchange.model!r} is up",
-                type="server_error",
-                code="no_replica",
-                retry_after=NO_REPLICA_RETRY_S,
-            ) from error
+            raise no_replica(f"no replica of {exchange.model!r} is up") from error
         load = self._fleet.replicas[placement.replica].load
         exchange.placement = placement
         exchange.tried.append(placement.replica)
@@ -50,10 +43,10 @@ class Place:
         """The replica that the client named. Raises RequestError 400 when it is none that serves the model now."""
         for name, value in exchange.scope["headers"]:
             if name == PIN_HEADER:
-                pinned = value.decode("latin-1")
+                pinned: str = value.decode("latin-1")
                 if pinned not in {replica.id for replica in self._fleet.serving(exchange.model)}:
                     raise RequestError(400, f"x-gateway-pin: no replica {pinned!r} is up", code="unknown_replica")
-                return str(pinned)
+                return pinned
         return None
 
     def unplace(self, exchange: Exchange, *, answered: bool) -> None:

@@ -94,7 +94,7 @@ async def test_speed_is_learned_from_streams_that_had_no_queue() -> None:
     parts.account.close(answered(parts, stream=False))
     parts.account.close(answered(parts, cached=None))
     retried = answered(parts)
-    retried.retries = 1
+    retried.tried.insert(0, "replica-1")
     parts.account.close(retried)
     queued = answered(parts)
     queued.queue_free = False
