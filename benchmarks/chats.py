@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import gzip
 import itertools
@@ -24,13 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 
+from gateway.demo.client import DemoClient
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports
 
 Chat = list[dict[str, Any]]
-Choose = Callable[[], str | None]
+Choose = Callable[[dict[str, int]], str]
+"""Gets the requests in flight by replica and names the replica to pin the next one to."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +68,29 @@ async def play(
     *,
     at_once: int = 4,
     max_tokens: int = 8,
-    choose: Callable[[dict[str, int]], str | None] | None = None,
+    choose: Choose | None = None,
 ) -> list[Turn]:
     """All turns of all conversations, `at_once` conversations at a time.
 
-    `choose` gets the requests in flight by replica and names the one to pin to; None lets the gateway choose.
+    Without `choose` the gateway chooses.
     """
     running = {f"replica-{at}": 0 for at in range(cluster.count)}
     queue = list(enumerate(chats))
     turns: list[Turn] = []
+    model = cluster.options.served_name
+    gateway = DemoClient(cluster.url, cluster.admin_url, model)
     async with (
         openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=600) as client,
-        httpx.AsyncClient(base_url=cluster.admin_url, trust_env=False) as admin,
+        contextlib.AsyncExitStack() as stack,
     ):
+        stack.push_async_callback(gateway.close)
 
         async def one(number: int, messages: Chat) -> Turn:
             pin = choose(running) if choose else None
             if pin:
                 running[pin] += 1
             try:
-                return await _ask(client, admin, cluster.options.served_name, number, messages, max_tokens, pin)
+                return await _ask(client, gateway, model, number, messages, max_tokens, pin)
             finally:
                 if pin:
                     running[pin] -= 1
@@ -102,7 +107,7 @@ async def play(
 
 async def _ask(
     client: openai.AsyncOpenAI,
-    admin: httpx.AsyncClient,
+    gateway: DemoClient,
     model: str,
     number: int,
     messages: Chat,
@@ -121,7 +126,7 @@ async def _ask(
     async for chunk in raw.parse():
         for choice in chunk.choices:
             text += choice.delta.content or ""
-    receipt = await _receipt(admin, raw.headers["x-request-id"])
+    receipt = await gateway.receipt(raw.headers["x-request-id"])
     return Turn(
         conversation=number,
         text=text,
@@ -133,17 +138,6 @@ async def _ask(
         prompt=receipt["prompt_tokens"],
         ttft_s=receipt["ttft_s"],
     )
-
-
-async def _receipt(admin: httpx.AsyncClient, request_id: str) -> dict[str, Any]:
-    """The receipt is written just after the last byte was sent."""
-    for _ in range(200):
-        response = await admin.get(f"/admin/receipts/{request_id}")
-        if response.status_code == 200:
-            found: dict[str, Any] = response.json()
-            return found
-        await asyncio.sleep(0.01)
-    raise RuntimeError(f"no receipt for {request_id}")
 
 
 def summary(policy: str, turns: Sequence[Turn], block: int = 16) -> dict[str, Any]:
@@ -162,19 +156,19 @@ def summary(policy: str, turns: Sequence[Turn], block: int = 16) -> dict[str, An
     }
 
 
-def round_robin() -> Callable[[dict[str, int]], str]:
+def round_robin() -> Choose:
     """Each replica in turn."""
     turn = itertools.count()
     return lambda running: list(running)[next(turn) % len(running)]
 
 
-def least_loaded(seed: int = 0) -> Callable[[dict[str, int]], str]:
+def least_loaded(seed: int = 0) -> Choose:
     """The replica with the fewest requests in flight, ties at random."""
     rng = random.Random(seed)
     return lambda running: min(running, key=lambda name: (running[name], rng.random()))
 
 
-POLICIES: dict[str, Callable[[], Callable[[dict[str, int]], str] | None]] = {
+POLICIES: dict[str, Callable[[], Choose | None]] = {
     "ours": lambda: None,
     "round-robin": round_robin,
     "least-loaded": least_loaded,

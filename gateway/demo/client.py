@@ -83,7 +83,7 @@ class DemoClient:
             answer = await response.aread()
         if response.status_code != 200 or b"data: [DONE]" not in answer:
             raise DemoError(f"asking about {document.name}: {response.status_code} {answer[-300:].decode()}")
-        receipt = await self._receipt(response.headers["x-request-id"])
+        receipt = await self.receipt(response.headers["x-request-id"])
         return Answer(
             document=document.name,
             replica=receipt["replica"],
@@ -96,12 +96,13 @@ class DemoClient:
             ttft_s=receipt["ttft_s"],
         )
 
-    async def _receipt(self, request_id: str) -> Any:
-        """The receipt is written just after the last byte was sent."""
+    async def receipt(self, request_id: str) -> dict[str, Any]:
+        """What became of a request; it is written just after the last byte was sent. Raises DemoError."""
         for _ in range(RECEIPT_TRIES):
             response = await self._http.get(f"{self._admin_url}/admin/receipts/{request_id}")
             if response.status_code == 200:
-                return response.json()
+                found: dict[str, Any] = response.json()
+                return found
             await asyncio.sleep(0.02)
         raise DemoError(f"the gateway has no receipt for {request_id}")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 
@@ -72,13 +73,13 @@ class Scenario:
     followups: int
     seed: int
     burst_tokens: int
-    replicas: Sequence[str] = field(default_factory=list)
+    replicas: Sequence[str]
 
     async def scattered(self) -> Phase:
         """Round-robin over a shuffled order. A cyclic order would always send a document to the same replica, and give
         round-robin an affinity that it does not have."""
-        turn = iter(range(1_000_000))
-        return await self._phase("scattered", lambda: self.replicas[next(turn) % len(self.replicas)])
+        turns = itertools.cycle(self.replicas)
+        return await self._phase("scattered", lambda: next(turns))
 
     async def routed(self) -> Phase:
         """The gateway's own choice."""
