@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import signal
@@ -14,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from conftest import free_ports
+from loopback_server import Handler, LoopbackServer
 
 from gateway.cli import main
 from gateway.demo.cluster import Cluster
@@ -160,26 +159,21 @@ def test_a_report_of_nothing_is_told(cluster: Cluster, url: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-class StreamingEngine:
+class StreamingEngine(LoopbackServer):
     """Streams two events and holds the rest back until `release` is set."""
 
     def __init__(self) -> None:
         self.release = threading.Event()
         engine = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Stream(Handler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                body = b'{"object": "list", "data": [{"id": "m", "object": "model"}]}'
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.answer(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["content-length"]))
+                self.body()
                 self.send_response(200)
                 self.send_header("content-type", "text/event-stream")
                 self.send_header("transfer-encoding", "chunked")
@@ -192,21 +186,11 @@ class StreamingEngine:
             def _chunk(self, data: bytes) -> None:
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> StreamingEngine:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
+        super().__init__(Stream)
 
     def __exit__(self, *_: object) -> None:
         self.release.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__exit__()
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

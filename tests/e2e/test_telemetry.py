@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import free_ports
+from loopback_server import Handler, LoopbackServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -31,84 +30,47 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 
 
-class Collector:
-    """An OTLP/HTTP receiver. Owns its server; `spans` are those that came, by service name."""
+class Collector(LoopbackServer):
+    """An OTLP/HTTP receiver; `spans` are those that came, by service name."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
         collector = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Receive(Handler):
             def do_POST(self) -> None:
                 request = ExportTraceServiceRequest()
-                request.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
+                request.ParseFromString(self.body())
                 assert self.path == "/v1/traces"
                 for resource in request.resource_spans:
                     names = {each.key: each.value.string_value for each in resource.resource.attributes}
                     for scope in resource.scope_spans:
                         collector.spans += [(names["service.name"], span) for span in scope.spans]
-                body = ExportTraceServiceResponse().SerializeToString()
-                self.send_response(200)
-                self.send_header("content-type", "application/x-protobuf")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                self.answer(ExportTraceServiceResponse().SerializeToString(), "application/x-protobuf")
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> Collector:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Receive)
 
     def of(self, service: str, name: str) -> list[Span]:
         return [span for from_, span in list(self.spans) if (from_, span.name) == (service, name)]
 
 
-class EchoEngine:
+class EchoEngine(LoopbackServer):
     """An engine that answers one model and keeps the headers of what it is asked."""
 
     def __init__(self) -> None:
         self.headers: list[dict[str, str]] = []
         engine = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Answer(Handler):
             def do_GET(self) -> None:
-                self._answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+                self.answer(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["content-length"]))
+                self.body()
                 engine.headers.append({name.lower(): value for name, value in self.headers.items()})
-                self._answer({"id": "c", "object": "text_completion", "choices": []})
+                self.answer(b'{"id": "c", "object": "text_completion", "choices": []}')
 
-            def _answer(self, value: Any) -> None:
-                body = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> EchoEngine:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Answer)
 
 
 @contextlib.contextmanager
