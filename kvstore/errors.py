@@ -1,9 +1,15 @@
 """Every exception this package raises.
 
 KvStoreError
-├── ProtocolError      a peer sent bytes that are not a frame or message of this protocol
-├── GeometryError      a model description from which KV bytes cannot be computed
-└── IdentityError      a prompt or block that cannot be named (wrong unit, token id out of range)
+├── ProtocolError           a peer sent bytes that are not a frame or message of this protocol
+├── GeometryError           a model description from which KV bytes cannot be computed
+│   └── GeometryMismatch    two layouts, or a layout and a grid of ranks, that cannot be mapped onto each other
+├── IdentityError           a prompt or block that cannot be named (wrong unit, token id out of range)
+├── HintRefused             a fetch hint that is not the deployment's, or makes no sense
+├── WrongBytes              a slot does not hold the block that was asked for; says in a word what differs
+├── PoolError               a pool that cannot be made, or is asked for what it cannot do
+├── TransportUnavailable    this host cannot use a transport
+└── TransferError           the owner's side of a transfer refused or failed
 """
 
 from __future__ import annotations
@@ -21,5 +27,33 @@ class GeometryError(KvStoreError):
     """A model description from which KV bytes cannot be computed; names the field."""
 
 
+class GeometryMismatch(GeometryError):
+    """Two layouts, or a layout and a grid of ranks, that cannot be mapped onto each other; names every field."""
+
+
 class IdentityError(KvStoreError):
     """A prompt or block that cannot be named: wrong unit size or a token id out of range."""
+
+
+class HintRefused(KvStoreError):
+    """A fetch hint that is not the deployment's, or makes no sense; names the field."""
+
+
+class WrongBytes(KvStoreError):
+    """A slot does not hold the block that was asked for. `kind`: trailer, key, generation or checksum."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class PoolError(KvStoreError):
+    """A pool that cannot be made, or is asked for what it cannot do; names the setting."""
+
+
+class TransportUnavailable(KvStoreError):
+    """This host cannot use a transport; says what is missing."""
+
+
+class TransferError(KvStoreError):
+    """The owner's side of a transfer refused or failed."""
