@@ -1,11 +1,12 @@
 """What an agent and a gateway say to each other: msgspec structs in length-prefixed msgpack frames.
 
 A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, tier after tier, then
-`Delta`s, with a `Heartbeat` in between; the first report that is no snapshot says that the snapshot is whole. Every
-message carries `(epoch, seq)`. The epoch changes whenever the agent cannot vouch that what it knew is still held
-(engine or agent restart, a gap in the engine's events); it begins with a new snapshot. `seq` counts the deltas of an
-epoch: a snapshot carries the number of the last delta it contains, a delta the next number, a heartbeat the last number
-sent. A reader that sees a gap, or a digest that differs from its own, asks again.
+`Delta`s, with a `Heartbeat` in between; the first report that is no snapshot says that the snapshot is whole. All of
+these carry `(epoch, seq)`; a `FetchRecord` may stand anywhere after the snapshot and carries none. The epoch changes
+whenever the agent cannot vouch that what it knew is still held (engine or agent restart, a gap in the engine's events);
+it begins with a new snapshot. `seq` counts the deltas of an epoch: a snapshot carries the number of the last delta it
+contains, a delta the next number, a heartbeat the last number sent. A reader that sees a gap, or a digest that differs
+from its own, asks again.
 
 A block is reported by one RouteKey, that of its last unit, with the RouteKey of the block before it as its parent
 (`ROOT_PARENT` for the first block of a prompt).
@@ -15,15 +16,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import TypeAlias
 
 import msgspec
 
+from kvstore.cost import LinkEstimate
 from kvstore.errors import ProtocolError
 from kvstore.geometry import KvGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 SNAPSHOT_PART_BLOCKS = 65_536
 ROOT_PARENT = 0
@@ -117,12 +119,28 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     changes: list[Change]
 
 
+class FetchState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway must know to name a source for a replica, or to name the replica as one.
+
+    `namespace` is the digest of the engine's `KvNamespace` (hex): only replicas of one namespace fetch from each other.
+    `acts` is False where hints are understood but not followed (shadow mode, or fetching is off). `links` holds what
+    reading from each replica has cost, by its id; `link` what is assumed of any other. `slots` is the pool's size.
+    """
+
+    namespace: str
+    acts: bool
+    slots: int
+    link: LinkEstimate
+    links: dict[str, LinkEstimate]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Load of the engine and state of the catalogue, sent at least every 250 ms.
 
     `running` and `waiting` count sequences; `queued_prefill_tokens` is None where the engine does not tell;
     `prefill_tokens_per_s` is fitted from observed prefills, None until there are any; `kv_usage` is the share of blocks
     in use by running requests; `blocks` and `digest` (see `digest_term`) describe what is held after delta `seq`.
+    `fetch` is None while no engine has connected to the agent's pool.
     """
 
     epoch: int
@@ -136,9 +154,72 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     capacity_blocks: int
     blocks: int
     digest: int
+    fetch: FetchState | None = None
 
 
-Report: TypeAlias = Snapshot | Delta | Heartbeat
+class FetchOutcome(StrEnum):
+    """How a request's search for its prefix outside the engine's cache ended; a bounded set, fit for a metric label."""
+
+    FETCHED = "fetched"
+    """Every block asked for was copied into the engine, some of them from the source."""
+    LOCAL = "local"
+    """Every block came from the agent's own pool."""
+    PARTIAL = "partial"
+    """A first part of the blocks was used, the rest recomputed."""
+    DECLINED = "declined"
+    """Recomputing was expected to be cheaper."""
+    SHADOW = "shadow"
+    """Would have been fetched, but the agent only keeps records."""
+    MISSED = "missed"
+    """The source holds none of the blocks under their full names."""
+    REFUSED = "refused"
+    """The hint, or the reader, was refused: signature, namespace, layout."""
+    FAILED = "failed"
+    """Nothing usable came: source gone, transfer broken, wrong bytes, lease not held."""
+    LATE = "late"
+    """The deadline passed first."""
+    CANCELLED = "cancelled"
+    """The request ended, or was computed, before its blocks were there."""
+
+
+class FetchRecord(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
+    """What was expected of one fetch and what came of it (`GET /v1/fetches`, and on every report stream).
+
+    `request` is the engine's id of the request, `gateway_request` the hint's; `at` Unix time. Blocks: `asked` for,
+    found in the `own` pool, `moved` from the source, `loaded` into the engine, `failed` ones that the engine had
+    already counted as cached. All other figures are seconds; a step that was not reached took 0. `predicted_fetch_s`
+    covers everything from the hint to the last copy, `predicted_rest_s` computing what remains of the prompt then,
+    `predicted_recompute_s` computing all that the engine lacks.
+    """
+
+    request: str
+    gateway_request: str
+    at: float
+    replica: str
+    source: str
+    transport: str
+    outcome: FetchOutcome
+    reason: str
+    block_tokens: int
+    block_bytes: int
+    asked: int
+    own: int
+    moved: int
+    loaded: int
+    failed: int
+    predicted_fetch_s: float
+    predicted_rest_s: float
+    predicted_recompute_s: float
+    decide_s: float
+    lease_s: float
+    move_s: float
+    verify_s: float
+    confirm_s: float
+    copy_s: float
+    total_s: float
+
+
+Report: TypeAlias = Snapshot | Delta | Heartbeat | FetchRecord
 
 _encoder = msgspec.msgpack.Encoder()
 _report_decoder = msgspec.msgpack.Decoder(Report)

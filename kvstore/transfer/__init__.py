@@ -1,0 +1,1 @@
+"""Moving slots from a peer's pool into one's own."""
