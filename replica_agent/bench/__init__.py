@@ -1,0 +1,1 @@
+"""Benchmarks of what an agent does: `python -m replica_agent.bench --help`."""

@@ -1,0 +1,82 @@
+"""What `bench transfer` found, as JSON and as text. GB is 1e9 bytes; `of_memcpy` compares within one round."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Speed(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One way to move the slots, over all rounds. `cpu_s_per_gb` is the reader's and the owner's together; `failed`
+    says why there are no figures."""
+
+    path: str
+    median_ms: float = 0.0
+    median_gb_s: float = 0.0
+    best_gb_s: float = 0.0
+    of_memcpy: float = 0.0
+    cpu_s_per_gb: float = 0.0
+    failed: str = ""
+
+
+class Whole(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A whole fetch, medians of its parts: moving the slots, verifying each as it arrives, and copying them into an
+    engine's blocks. `times_memcpy` is the median over rounds, `best_times_memcpy` the best fetch against the best
+    memcpy. What the agents say to each other before and after, they measure themselves (`/v1/fetches`)."""
+
+    path: str
+    slots: int
+    megabytes: float
+    move_ms: float = 0.0
+    verify_ms: float = 0.0
+    copy_ms: float = 0.0
+    total_ms: float = 0.0
+    memcpy_ms: float = 0.0
+    times_memcpy: float = 0.0
+    best_times_memcpy: float = 0.0
+    failed: str = ""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """One run. `idle_cpu` is the share of a core that a process takes in which all transports wait, the reader's and
+    the owner's; `unavailable` says which transports this host lacks, and why."""
+
+    date: str
+    host: str
+    slots: int
+    slot_bytes: int
+    rounds: int
+    speeds: list[Speed]
+    whole: list[Whole]
+    idle_cpu: dict[str, float]
+    unavailable: dict[str, str]
+
+
+def render_text(report: Report) -> str:
+    """For a terminal."""
+    lines = [
+        f"{report.slots} slots of {report.slot_bytes:,} bytes, {report.rounds} rounds, {report.host}, {report.date}",
+        "",
+        f"{'path':<24}{'median':>10}{'GB/s':>8}{'best':>8}{'of memcpy':>11}{'CPU s/GB':>10}",
+    ]
+    for speed in report.speeds:
+        if speed.failed:
+            lines.append(f"{speed.path:<24}{speed.failed}")
+            continue
+        lines.append(
+            f"{speed.path:<24}{speed.median_ms:>7.2f} ms{speed.median_gb_s:>8.2f}{speed.best_gb_s:>8.2f}"
+            f"{speed.of_memcpy:>10.0%} {speed.cpu_s_per_gb:>9.2f}"
+        )
+    for whole in report.whole:
+        lines += ["", f"a whole fetch over {whole.path}: {whole.slots} slots, {whole.megabytes:.0f} MB"]
+        if whole.failed:
+            lines.append(f"  {whole.failed}")
+            continue
+        lines.append(
+            f"  move {whole.move_ms:.1f} + verify {whole.verify_ms:.1f} + copy {whole.copy_ms:.1f}"
+            f" = {whole.total_ms:.1f} ms, {whole.times_memcpy:.2f} x memcpy ({whole.memcpy_ms:.1f} ms);"
+            f" best {whole.best_times_memcpy:.2f} x"
+        )
+    idle = ", ".join(f"{who} {share:.1%}" for who, share in report.idle_cpu.items())
+    lines += ["", f"idle, share of a core: {idle}"]
+    lines += [f"{name}: {why}" for name, why in report.unavailable.items()]
+    return "\n".join(lines)
