@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,9 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstore.messages import ModelFiles
+from replica_agent.kv.lease_api import lease_routes
 from replica_agent.metrics import make_registry, metrics_page
 from replica_agent.replica import Replica
 from replica_agent.telemetry import TraceMiddleware
+
+_logger = logging.getLogger(__name__)
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -78,6 +82,27 @@ def create_app(replica: Replica) -> Starlette:
                 "syncing": replica.subscriber.syncing,
                 "trouble": replica.trouble,
                 "last_event_error": replica.subscriber.last_error,
+                "kv": None if replica.kv is None else replica.kv.health(),
+            },
+        )
+
+    async def fetches(request: Request) -> Response:
+        if replica.kv is None:
+            return _error(404, "no_pool", "this agent has no KV pool: --kv-socket is not set")
+        return _json(200, replica.kv.log.page())
+
+    async def check(request: Request) -> Response:
+        try:
+            replica.check()
+        except AssertionError as error:
+            _logger.exception("a law is broken")
+            return _error(500, "broken_law", str(error) or "see the log")
+        kv = replica.kv
+        return _json(
+            200,
+            {
+                "catalogue": msgspec.structs.asdict(replica.catalogue.counts) | {"blocks": replica.catalogue.blocks},
+                "kv": None if kv is None else kv.held(),
             },
         )
 
@@ -93,8 +118,11 @@ def create_app(replica: Replica) -> Starlette:
             Route("/v1/hello", hello),
             Route("/v1/model-files", model_files),
             Route("/v1/reports", reports),
+            Route("/v1/fetches", fetches),
+            *lease_routes(None if replica.kv is None else replica.kv.keeper),
             Route("/health", health),
             Route("/metrics", metrics),
+            *([Route("/debug/check", check)] if replica.settings.debug else []),
         ],
         middleware=[Middleware(TraceMiddleware), Middleware(TokenMiddleware, token=replica.settings.token)],
         exception_handlers={HTTPException: http_error},

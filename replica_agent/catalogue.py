@@ -7,12 +7,16 @@ from typing import Any
 
 import msgspec
 
-from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys
+from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys, wire_block_hash
 from kvstore.messages import ROOT_PARENT, Change, Removed, Stored, Tier, digest_of, digest_term
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EngineHash, Event
 
 TIERS = (Tier.HBM, Tier.DRAM)
-"""Tiers that an engine's events can speak of."""
+"""Tiers that an engine's events can speak of; the agent's pool is in the second, too."""
+
+_POOL = len(TIERS)
+_PLACES = (*TIERS, Tier.DRAM)
+"""The tier of each place where a block can have copies: the engine's two, and the agent's pool."""
 
 _MASK = (1 << 64) - 1
 
@@ -21,12 +25,12 @@ _NAMED, _ORPHAN, _UNNAMED = range(3)
 
 
 class _Block:
-    """One engine hash: its copies by tier, and its RouteKey once the chain to the root is known."""
+    """One engine hash: its copies by place, and its RouteKey once the chain to the root is known."""
 
     __slots__ = ("copies", "key", "parent", "parent_key", "state", "tokens")
 
     def __init__(self) -> None:
-        self.copies = [0] * len(TIERS)
+        self.copies = [0] * len(_PLACES)
         self.state = _ORPHAN
         self.key = 0
         self.parent_key = ROOT_PARENT
@@ -46,12 +50,16 @@ class CatalogueCounts(msgspec.Struct, frozen=True):
 class Catalogue:
     """The blocks of one engine, by engine hash and by RouteKey.
 
-    Owns both maps and the changes not taken yet. Mutated by `apply` and `clear` alone, from one task. What
-    `take_changes`, `digest` and `held` say is valid until the next of those calls.
+    Owns both maps, the names of the blocks in the agent's pool, and the changes not taken yet. Mutated on one event
+    loop, by what the engine's events say and what the pool says. What `take_changes`, `digest` and `held` say is valid
+    until the next of those calls.
 
     An engine counts copies: a hash stored twice and removed once is still held. Several hashes may lead to one RouteKey
     (same tokens, hashed differently); a key is held in a tier while any of them is. Only one group of a hybrid model is
     followed, the first of full attention.
+
+    The pool knows its blocks by ContentKey alone: one of them is reported once the engine has told its tokens, before
+    or after. What the pool holds outlasts every reset.
     """
 
     def __init__(self, model: str, seed: int, *, max_orphans: int = 65_536) -> None:
@@ -59,6 +67,7 @@ class Catalogue:
         self._max_orphans = max_orphans
         self._forgotten = 0
         self.block_size = 0
+        self._pooled: set[EngineHash] = set()
         self.reset(model)
 
     def reset(self, model: str) -> None:
@@ -82,6 +91,11 @@ class Catalogue:
     def blocks(self) -> int:
         """Reported blocks, a key held in two tiers counted twice."""
         return sum(len(held) for held in self._held.values())
+
+    @property
+    def pooled(self) -> int:
+        """Blocks that the agent's pool holds, reported or not."""
+        return len(self._pooled) // 2  # each under both its names
 
     @property
     def counts(self) -> CatalogueCounts:
@@ -109,6 +123,22 @@ class Catalogue:
                         self._remove(engine_hash, event.tier)
             else:
                 self._clear(event)
+
+    def pool_held(self, key: bytes) -> None:
+        """The agent's pool holds the block with this ContentKey."""
+        for engine_hash in _names_of(key):
+            if engine_hash not in self._pooled:
+                self._pooled.add(engine_hash)
+                block = self._blocks.get(engine_hash)
+                if block is not None:
+                    self._add_copy(block, _POOL)
+
+    def pool_dropped(self, key: bytes) -> None:
+        """The agent's pool holds it no more."""
+        for engine_hash in _names_of(key):
+            if engine_hash in self._pooled:
+                self._pooled.remove(engine_hash)
+                self._remove(engine_hash, _POOL)
 
     def take_changes(self, limit: int) -> list[Change]:
         """Up to `limit` blocks that became held or are held no more since the last call; each appears once."""
@@ -141,6 +171,8 @@ class Catalogue:
             if block is None:
                 block = self._blocks[engine_hash] = _Block()
                 self._orphans[engine_hash] = None
+                if engine_hash in self._pooled:
+                    self._add_copy(block, _POOL)
             if block.state == _ORPHAN and not block.tokens and event.tokens:
                 block.parent = parent
                 block.tokens = event.tokens[index * block_bytes : (index + 1) * block_bytes]
@@ -177,8 +209,8 @@ class Catalogue:
                 block.state = _NAMED
                 block.key = chain(start, block.tokens)[-1]
                 block.parent_key = ROOT_PARENT if block.parent is None else start
-                for tier in TIERS:
-                    if block.copies[tier]:
+                for place, tier in enumerate(_PLACES):
+                    if block.copies[place]:
                         self._hold(block, tier)
             block.tokens = b""
             onward = block.key if block.state == _NAMED else None
@@ -193,22 +225,22 @@ class Catalogue:
             root = self._roots[lora, salt] = Namespace(self._model, lora, salt).root(self._seed)
         return root
 
-    def _remove(self, engine_hash: EngineHash, tier: Tier) -> None:
+    def _remove(self, engine_hash: EngineHash, place: int) -> None:
         block = self._blocks.get(engine_hash)
-        if block is None or not block.copies[tier]:
+        if block is None or not block.copies[place]:
             return
-        block.copies[tier] -= 1
-        if block.copies[tier]:
+        block.copies[place] -= 1
+        if block.copies[place]:
             return
         if block.state == _NAMED:
-            self._release(block, tier)
+            self._release(block, _PLACES[place])
         if not any(block.copies):
             self._drop(engine_hash, block)
 
-    def _add_copy(self, block: _Block, tier: Tier) -> None:
-        block.copies[tier] += 1
-        if block.copies[tier] == 1 and block.state == _NAMED:
-            self._hold(block, tier)
+    def _add_copy(self, block: _Block, place: int) -> None:
+        block.copies[place] += 1
+        if block.copies[place] == 1 and block.state == _NAMED:
+            self._hold(block, _PLACES[place])
 
     def _hold(self, block: _Block, tier: Tier) -> None:
         holders = self._holders[tier]
@@ -267,12 +299,13 @@ class Catalogue:
         for engine_hash, block in self._blocks.items():
             assert any(block.copies), f"{engine_hash!r} is kept without a copy"
             assert min(block.copies) >= 0, f"{engine_hash!r} has {block.copies} copies"
+            assert block.copies[_POOL] == (engine_hash in self._pooled)
             assert (block.state == _ORPHAN) == (engine_hash in self._orphans)
             if block.state == _ORPHAN and block.parent is not None:
                 assert engine_hash in self._waiting[block.parent]
             if block.state == _NAMED:
-                for tier in TIERS:
-                    if block.copies[tier]:
+                for place, tier in enumerate(_PLACES):
+                    if block.copies[place]:
                         expected[tier][block.key] = expected[tier].get(block.key, 0) + 1
         assert expected == self._holders
         assert self._unnamed == sum(block.state == _UNNAMED for block in self._blocks.values())
@@ -282,6 +315,11 @@ class Catalogue:
         assert self.digest == sum(digest_of(self._held[tier], tier) for tier in TIERS) & _MASK
         for (tier, key), now in self._changed.items():
             assert (key in self._held[tier]) == now
+
+
+def _names_of(key: bytes) -> tuple[EngineHash, EngineHash]:
+    """What an engine's events may call a block: by default they carry its hash's last 64 bits."""
+    return wire_block_hash(key), key
 
 
 def _salt_of(event: BlockStored, index: int, *, first: bool) -> str | None:

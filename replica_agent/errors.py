@@ -3,11 +3,13 @@
 ReplicaAgentError
 ├── SettingsError            a flag or variable that cannot be used; names it
 ├── PortTaken                the HTTP port cannot be bound
+├── SocketTaken              the Unix socket of the KV pool cannot be made
 ├── EventDecodeError         the engine published a batch that is not one of the known encodings
 ├── ReplayError              the engine's replay endpoint did not answer, or answered nonsense
 ├── EngineUnreachable        nothing listens where the engine should be
 ├── EngineSilent             something listens there but does not answer in time
-└── ModelFilesUnavailable    the model's tokenizer files cannot be handed out; says why
+├── ModelFilesUnavailable    the model's tokenizer files cannot be handed out; says why
+└── PeerError                another agent did not do what a fetch needs; `code` is one of a bounded set of words
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ class PortTaken(ReplicaAgentError):
     """The HTTP port cannot be bound; the message names the flag."""
 
 
+class SocketTaken(ReplicaAgentError):
+    """The Unix socket of the KV pool cannot be made; the message names the flag."""
+
+
 class EventDecodeError(ReplicaAgentError):
     """A batch of KV events that cannot be read; what the agent knew before it can no longer be vouched for."""
 
@@ -47,6 +53,15 @@ class EngineSilent(ReplicaAgentError):
 
 class ModelFilesUnavailable(ReplicaAgentError):
     """The model's tokenizer files cannot be handed out; `code` is one of a bounded set of words."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PeerError(ReplicaAgentError):
+    """Another agent did not do what a fetch needs. `code`: unreachable, timeout, unauthorized, namespace, no_engine,
+    busy, nonsense or status."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

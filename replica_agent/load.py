@@ -2,8 +2,9 @@
 
 Only the few names that routing needs are looked for; a vLLM answer is some 100 kB of histograms. No prefill speed is
 fitted here: `request_prefill_time_seconds` overlaps between requests that are prefilled in one step, and busy time is
-not exposed, so tokens over seconds would understate a loaded engine by an unknown factor. Gateways fit the speed from
-the TTFT they see; `Heartbeat.prefill_tokens_per_s` stays None.
+not exposed, so tokens over seconds would understate a loaded engine by an unknown factor. Only an engine that tells of
+its steps over the KV pool's socket makes `Heartbeat.prefill_tokens_per_s` known; for others gateways fit the speed from
+the TTFT they see.
 """
 
 from __future__ import annotations

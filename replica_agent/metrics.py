@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from replica_agent.kv.service import KvService
 from replica_agent.replica import Replica
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class ReplicaCollector(Collector):
@@ -17,8 +21,10 @@ class ReplicaCollector(Collector):
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """All `replica_agent_*` families."""
+    def collect(self) -> Iterator[Family]:
+        """All `replica_agent_*` families, and where there is a pool, those of `kvstore_*`."""
+        if self._replica.kv is not None:
+            yield from _kv(self._replica.kv)
         replica, hub, subscriber = self._replica, self._replica.hub, self._replica.subscriber
         catalogue = replica.catalogue.counts
         counts = subscriber.counts
@@ -53,6 +59,36 @@ class ReplicaCollector(Collector):
             ("event_lag_seconds", "Age of the last batch when it was applied.", replica.event_lag_s),
         ):
             yield GaugeMetricFamily(f"replica_agent_{name}", help_text, value=number)
+
+
+def _kv(kv: KvService) -> Iterator[Family]:
+    log, keeper = kv.log, kv.keeper
+    outcomes = CounterMetricFamily("replica_agent_fetches", "Searches for blocks by outcome.", labels=["outcome"])
+    for outcome, count in log.outcomes.items():
+        outcomes.add_metric([outcome.value], count)
+    yield outcomes
+    yield CounterMetricFamily("replica_agent_fetch_bytes", "Bytes of KV fetched from peers.", value=log.bytes_moved)
+    yield HistogramMetricFamily(
+        "replica_agent_fetch_seconds",
+        "From asking for a lease to the owner's word that it held.",
+        buckets=log.buckets,
+        sum_value=log.seconds,
+    )
+    yield GaugeMetricFamily(
+        "replica_agent_kv_engine_connected", "Whether the engine uses the KV pool.", value=int(kv.engine_connected)
+    )
+    slots = GaugeMetricFamily("kvstore_pool_slots", "Slots of the KV pool by state.", labels=["state"])
+    if keeper.pool is not None:
+        for state, count in keeper.pool.counts._asdict().items():
+            slots.add_metric([state], count)
+    yield slots
+    leases, expired = (0, 0) if keeper.leases is None else (len(keeper.leases), keeper.leases.expired)
+    yield GaugeMetricFamily("kvstore_leases", "Leases of peers.", value=leases)
+    yield CounterMetricFamily("kvstore_lease_expired", "Leases that ended unreleased.", value=expired)
+    wrong = CounterMetricFamily("kvstore_wrong_bytes", "Fetched blocks that were not used.", labels=["kind"])
+    for kind, count in kv.wrong_bytes.items():
+        wrong.add_metric([kind], count)
+    yield wrong
 
 
 def metrics_page(registry: CollectorRegistry) -> bytes:

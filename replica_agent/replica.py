@@ -7,6 +7,8 @@ import logging
 import time
 from collections import Counter
 
+import msgspec
+
 from kvstore.geometry import KvGeometry
 from kvstore.identity import UNIT_TOKENS, Namespace
 from kvstore.messages import Hello, ModelFiles
@@ -15,6 +17,7 @@ from replica_agent.engine_client import EngineClient, EngineIdentity, EngineWatc
 from replica_agent.errors import ModelFilesUnavailable
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EventBatch
 from replica_agent.events.subscriber import KvEventSubscriber
+from replica_agent.kv.service import KvService
 from replica_agent.load import EngineMetrics
 from replica_agent.model_files import load_geometry, load_model_files
 from replica_agent.reports import EngineState, ReportHub
@@ -27,13 +30,14 @@ _EVENT_NAMES = {BlockStored: "stored", BlockRemoved: "removed", AllCleared: "cle
 
 
 class Replica:
-    """Joins the watcher (is the engine there?), the subscriber (what did it do?), the catalogue and the streams.
+    """Joins the watcher (is the engine there?), the subscriber (what did it do?), the catalogue, the streams, and where
+    there is a pool of KV blocks, its service.
 
-    Owns all four and every fact about the engine. Events reach the catalogue from the subscriber's task alone. The
-    catalogue is emptied, under a new epoch, whenever it may not be the living engine's: a lost connection, a gap that
-    no replay fills, an unreadable batch, another process at the same address, nothing there at all. An engine that is
-    merely silent is reported down, but keeps its blocks: it may be stopped, and nothing else can be in its place
-    without a new start time or a refused connection.
+    Owns all five and every fact about the engine. Events reach the catalogue from the subscriber's task, and what the
+    pool holds from its service, on one event loop. The catalogue is emptied, under a new epoch, whenever it may not be
+    the living engine's: a lost connection, a gap that no replay fills, an unreadable batch, another process at the same
+    address, nothing there at all. An engine that is merely silent is reported down, but keeps its blocks: it may be
+    stopped, and nothing else can be in its place without a new start time or a refused connection.
     """
 
     def __init__(self, settings: Settings, *, epoch: int | None = None) -> None:
@@ -49,6 +53,9 @@ class Replica:
         self.subscriber = KvEventSubscriber(
             self, settings.kv_events, settings.kv_replay, topic=settings.kv_topic, dp_rank=settings.dp_rank
         )
+        self.kv: KvService | None = None
+        if settings.kv_socket is not None:
+            self.kv = KvService(settings, listener=self, tell=self.hub.fetched)
         self._client = EngineClient(settings.engine, settings.dp_rank)
         self._watcher = EngineWatcher(self._client, self, interval_s=settings.poll_interval_s)
         self._engine = EngineState(up=False, metrics=EngineMetrics())
@@ -60,6 +67,11 @@ class Replica:
         self.events: Counter[str] = Counter(dict.fromkeys((*_EVENT_NAMES.values(), "ignored"), 0))
         self.event_lag_s = 0.0
 
+    def listen(self) -> None:
+        """Makes the socket for the engine, where there is to be one; `run` does it otherwise. Raises SocketTaken."""
+        if self.kv is not None:
+            self.kv.socket.listen()
+
     async def run(self) -> None:
         """Follows the engine until cancelled; a defect in any part ends all of them."""
         try:
@@ -67,13 +79,19 @@ class Replica:
                 tasks.create_task(self._watcher.run())
                 tasks.create_task(self.subscriber.run())
                 tasks.create_task(self.hub.run())
+                if self.kv is not None:
+                    tasks.create_task(self.kv.run())
         finally:
             self.hub.close()
             await self._client.close()
 
     def engine_state(self) -> EngineState:
         """Whether the engine answers, and what it said last."""
-        return self._engine
+        if self.kv is None:
+            return self._engine
+        return msgspec.structs.replace(
+            self._engine, prefill_tokens_per_s=self.kv.prefill_tokens_per_s, fetch=self.kv.fetch_state
+        )
 
     @property
     def block_size(self) -> int:
@@ -90,6 +108,8 @@ class Replica:
             trouble.append(f"no connection to the engine's KV events at {self.settings.kv_events}")
         if self.block_size % UNIT_TOKENS:
             trouble.append(f"block size {self.block_size} is not a multiple of {UNIT_TOKENS}: no block can be named")
+        if self.kv is not None:
+            trouble += self.kv.trouble
         return trouble
 
     def hello(self) -> Hello | None:
@@ -113,6 +133,15 @@ class Replica:
             route_seed_check=Namespace("").root(self.settings.route_seed),
         )
 
+    def check(self) -> None:
+        """Asserts what must hold in the catalogue and around the pool, now that no event is being taken in."""
+        self.catalogue.check()
+        if self.kv is not None:
+            self.kv.check()
+            pool = self.kv.keeper.pool
+            held = 0 if pool is None else pool.counts.held
+            assert self.catalogue.pooled == held, f"{self.catalogue.pooled} blocks in the catalogue, {held} in the pool"
+
     # What the subscriber tells.
 
     def apply(self, batch: EventBatch) -> None:
@@ -132,6 +161,18 @@ class Replica:
         count = self.resyncs[reason]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ... of a kind: a broken engine may do this with every step
             _logger.warning("catalogue emptied: %s (%d so far), epoch %d", reason, count, self.hub.epoch)
+
+    # What the pool tells.
+
+    def block_held(self, key: bytes) -> None:
+        """A block can be had from this agent's pool."""
+        self.catalogue.pool_held(key)
+        self.hub.changed()
+
+    def block_dropped(self, key: bytes) -> None:
+        """A block cannot be had from it any more."""
+        self.catalogue.pool_dropped(key)
+        self.hub.changed()
 
     # What the watcher tells.
 

@@ -9,7 +9,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import msgspec
 
 from kvstore.identity import pack_keys
-from kvstore.messages import SNAPSHOT_PART_BLOCKS, Delta, Heartbeat, Snapshot, Tier, encode_frame
+from kvstore.messages import (
+    SNAPSHOT_PART_BLOCKS,
+    Delta,
+    FetchRecord,
+    FetchState,
+    Heartbeat,
+    Snapshot,
+    Tier,
+    encode_frame,
+)
 from replica_agent.catalogue import TIERS, Catalogue
 from replica_agent.load import EngineMetrics
 
@@ -18,10 +27,12 @@ DELTA_BLOCKS = 65_536
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """Whether the engine answers, and what it said last."""
+    """Whether the engine answers, and what it said last; of its KV, what `Heartbeat` says."""
 
     up: bool
     metrics: EngineMetrics
+    prefill_tokens_per_s: float | None = None
+    fetch: FetchState | None = None
 
 
 class ReportStream:
@@ -142,6 +153,10 @@ class ReportHub:
         self.flush()
         self._broadcast(self._heartbeat())
 
+    def fetched(self, record: FetchRecord) -> None:
+        """Tells of a fetch, to whoever listens now."""
+        self._broadcast(record)
+
     def new_epoch(self, model: str) -> None:
         """Empties the catalogue and starts every stream over, with `model` in the names of what will be held."""
         self._catalogue.reset(model)
@@ -197,14 +212,15 @@ class ReportHub:
             running=engine.metrics.running,
             waiting=engine.metrics.waiting,
             queued_prefill_tokens=engine.metrics.queued_prefill_tokens,
-            prefill_tokens_per_s=None,
+            prefill_tokens_per_s=engine.prefill_tokens_per_s,
             kv_usage=engine.metrics.kv_usage,
             capacity_blocks=engine.metrics.capacity_blocks or 0,
             blocks=self._catalogue.blocks,
             digest=self._catalogue.digest,
+            fetch=engine.fetch,
         )
 
-    def _broadcast(self, message: Delta | Heartbeat) -> None:
+    def _broadcast(self, message: Delta | Heartbeat | FetchRecord) -> None:
         if not self._streams:
             return
         frame = encode_frame(message)

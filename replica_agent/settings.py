@@ -19,6 +19,12 @@ from replica_agent.errors import SettingsError
 
 ENV_PREFIX = "REPLICA_AGENT_"
 
+TRANSPORTS = ("shm", "nixl", "tcp", "nixl-push")
+"""`kvstore.transfer.select.NAMES`, which a test compares; imported by those who have a pool alone."""
+
+MAX_SOCKET_PATH = 100
+"""The kernel takes 107 bytes; the socket is made under a longer name and then renamed."""
+
 # A Kubernetes Service called "replica-agent" makes the kubelet put such variables into every pod of its namespace.
 _KUBERNETES_OWN = re.compile(r"(SERVICE_(HOST|PORT.*)|PORT_\d+_.*)$")
 
@@ -27,7 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an agent is told. Endpoints are ZMQ (`tcp://host:port`), `engine` is the engine's base URL.
 
     `kv_replay` and `model_dir` are None when there is none; `model` overrides the name under which the engine serves
-    its base model; `route_seed` (u64) is the deployment's and must be the gateways'.
+    its base model; `route_seed` (u64) is the deployment's and must be the gateways'. `kv_socket` is None for an agent
+    without a pool; what follows it in KEYS means nothing then. `transports` are tried in that order.
     """
 
     engine: str
@@ -46,7 +53,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: float
     stream_buffer_bytes: int
     max_orphans: int
+    kv_socket: Path | None
+    pool_bytes: int
+    fetch: str
+    fetch_margin: float
+    transports: tuple[str, ...]
+    data_port: int
+    data_advertise: tuple[str, int] | None
+    lease_ttl_s: float
     log_level: str
+    debug: bool
 
 
 def _text(value: str) -> str:
@@ -102,6 +118,55 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def _share(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"expected a share, got {value!r}") from None
+    if not 0 <= number < 1:
+        raise ValueError(f"expected 0 to below 1, got {value}")
+    return number
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in words:
+            raise ValueError(f"expected {', '.join(words[:-1])} or {words[-1]}, got {value!r}")
+        return value
+
+    return parse
+
+
+def _switch(value: str) -> bool:
+    return _one_of("on", "off")(value) == "on"
+
+
+def _transports(value: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(","))
+    if len(set(names)) < len(names) or not set(names) <= set(TRANSPORTS):
+        raise ValueError(f"expected different ones of {', '.join(TRANSPORTS)}, got {value!r}")
+    return names
+
+
+def _socket_path(value: str) -> Path | None:
+    if len(value.encode()) > MAX_SOCKET_PATH:
+        raise ValueError(f"a Unix socket's path has at most {MAX_SOCKET_PATH} bytes, got {len(value.encode())}")
+    return Path(value) if value else None
+
+
+def _address(value: str) -> tuple[str, int] | None:
+    if not value:
+        return None
+    try:
+        parts = urlsplit(f"//{value}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.netloc != value or parts.username is not None:
+        raise ValueError(f"expected host:port, got {value!r}")
+    return host, port
+
+
 def _directory(value: str) -> Path | None:
     if not value:
         return None
@@ -109,12 +174,6 @@ def _directory(value: str) -> Path | None:
     if not path.is_dir():
         raise ValueError(f"no such directory: {value}")
     return path
-
-
-def _level(value: str) -> str:
-    if value not in ("debug", "info", "warning", "error"):
-        raise ValueError(f"expected debug, info, warning or error, got {value!r}")
-    return value
 
 
 class _Key(NamedTuple):
@@ -144,7 +203,26 @@ KEYS = (
         "stream_buffer_bytes", _integer(65536, 2**34), "16777216", "bytes a report stream may lag before it is closed"
     ),
     _Key("max_orphans", _integer(0, 2**24), "65536", "blocks kept aside whose chain to the root is unknown"),
-    _Key("log_level", _level, "info", "debug, info, warning or error"),
+    _Key("kv_socket", _socket_path, "", "Unix socket where the engine reaches the KV pool; empty: no pool, no fetch"),
+    _Key("pool_bytes", _integer(2**16, 2**50), "1073741824", "bytes of shared memory for KV blocks"),
+    _Key(
+        "fetch",
+        _one_of("on", "shadow", "off"),
+        "on",
+        "on: fetch KV from peers where that beats computing it; shadow: only record what would be fetched; off: never",
+    ),
+    _Key("fetch_margin", _share, "0.1", "share of the time to recompute by which a fetch must be cheaper"),
+    _Key("transports", _transports, "shm,nixl,tcp", "ways to fetch, in order of preference"),
+    _Key("data_port", _integer(0, 65535), "0", "port of the tcp transport, on --host; 0 takes a free one"),
+    _Key(
+        "data_advertise",
+        _address,
+        "",
+        "host:port where peers reach the tcp transport; default: --data-port on this host",
+    ),
+    _Key("lease_ttl", _seconds(0.5, 30), "10", "seconds for which a peer is asked to hold the blocks being fetched"),
+    _Key("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
+    _Key("debug", _switch, "off", "on: serve /debug/check, which looks at every block the agent knows"),
     _Key("token_file", str, "", "file with the token that /v1/* asks for"),
 )
 
@@ -152,7 +230,9 @@ KEYS = (
 def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Settings from flags and variables. Raises SettingsError; argparse exits on `--help` and unknown flags."""
     parser = argparse.ArgumentParser(
-        prog="replica_agent", description="Reports which prefixes one engine holds.", allow_abbrev=False
+        prog="replica_agent",
+        description="Reports which prefixes one engine holds, and keeps its KV pool.",
+        allow_abbrev=False,
     )
     for key in KEYS:
         default = f" (default {key.default})" if key.default else ""
@@ -177,7 +257,16 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         heartbeat_interval_s=values["heartbeat_interval"],
         stream_buffer_bytes=values["stream_buffer_bytes"],
         max_orphans=values["max_orphans"],
+        kv_socket=values["kv_socket"],
+        pool_bytes=values["pool_bytes"],
+        fetch=values["fetch"],
+        fetch_margin=values["fetch_margin"],
+        transports=values["transports"],
+        data_port=values["data_port"],
+        data_advertise=values["data_advertise"],
+        lease_ttl_s=values["lease_ttl"],
         log_level=values["log_level"],
+        debug=values["debug"],
     )
 
 

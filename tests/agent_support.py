@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvstore.identity import Namespace, token_keys, unpack_keys
-from kvstore.messages import Delta, FrameReader, Heartbeat, Report, Snapshot, Stored, Tier, digest_of
+from kvstore.messages import Delta, FetchRecord, FrameReader, Heartbeat, Report, Snapshot, Stored, Tier, digest_of
 from replica_agent.app import create_app
 from replica_agent.replica import Replica
 from replica_agent.settings import Settings, load_settings
@@ -216,12 +216,18 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
         yield
 
+    async def main_loop(self) -> None:
+        # uvicorn's own looks ten times a second whether to stop: most of what a short test would wait for.
+        while not self.should_exit:
+            await asyncio.sleep(0.005)
+
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
     """The app on a real port of 127.0.0.1; gives its URL."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
     server = _Server(config)
@@ -272,12 +278,16 @@ class Mirror:
         self.heartbeat: Heartbeat | None = None
         self.epochs: list[int] = []
         self.verified = 0
+        self.fetches: list[FetchRecord] = []
 
     @property
     def hbm(self) -> set[int]:
         return set(self.held.get(Tier.HBM, {}))
 
     def apply(self, report: Report) -> None:
+        if isinstance(report, FetchRecord):
+            self.fetches.append(report)
+            return
         assert report.epoch >= self.epoch, "an epoch never goes back"
         if isinstance(report, Snapshot):
             if report.epoch != self.epoch:

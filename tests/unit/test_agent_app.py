@@ -23,9 +23,11 @@ from agent_support import (
     tokens_of,
     until,
 )
+from kv_support import agent, keys_of
 
 from kvstore.identity import Namespace
 from kvstore.messages import Hello, ModelFiles
+from kvstore.transfer.loopback import Network
 
 
 async def get(url: str, **headers: str) -> httpx.Response:
@@ -139,3 +141,30 @@ async def test_reports_follow_the_engine_and_its_load() -> None:
             assert f"replica_agent_epoch {float(replica.hub.epoch)}" in page
     finally:
         publisher.close()
+
+
+async def test_a_debug_page_looks_at_everything(tmp_path: Path) -> None:
+    async with agent(tmp_path, Network(), debug="on") as subject:
+        engine = await subject.connect()
+        assert await engine.save(keys_of(1, 2, 3)) == 3
+        keys = keys_of(1, 2)
+        await engine.prepare("r", keys)
+        page = (await get(f"{subject.url}/debug/check")).json()
+        assert page["kv"] == {
+            "held": 3,
+            "reserved": 0,
+            "quarantined": 0,
+            "pinned": 2,
+            "leases": 0,
+            "searches": 1,
+            "fetches": 0,
+            "winding_down": False,
+            "writing": 0,
+        }
+        assert page["catalogue"]["blocks"] == 0, "no event has named them"
+        subject.pool.pin(keys)  # that nobody answers for
+        response = await get(f"{subject.url}/debug/check")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "broken_law")
+        assert "4 pins in the pool, 2 of" in response.json()["error"]["message"]
+    async with agent(tmp_path, Network()) as subject:
+        assert (await get(f"{subject.url}/debug/check")).status_code == 404

@@ -199,20 +199,33 @@ def test_stress_against_the_twin() -> None:
         copies: Counter[tuple[EngineHash, Tier]] = Counter()
         mirror: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
         identified: set[EngineHash] = set()
-        for _ in range(150):
+        pooled: set[EngineHash] = set()
+
+        def forget_unheld(engine_hash: EngineHash, copies: Any = copies, pooled: Any = pooled) -> None:
+            if not any(copies[engine_hash, each] for each in TIERS) and engine_hash not in pooled:
+                identified.discard(engine_hash)  # noqa: B023
+                named.pop(engine_hash, None)  # noqa: B023
+
+        for _ in range(200):
             engine_hash = rng.randint(1, 60)
             tier = rng.choice(TIERS)
             action = rng.random()
-            if action < 0.6:
+            if action < 0.2:
+                if engine_hash in pooled:
+                    pooled.remove(engine_hash)
+                    subject.pool_dropped(content_key(engine_hash))
+                    forget_unheld(engine_hash)
+                else:
+                    pooled.add(engine_hash)
+                    subject.pool_held(content_key(engine_hash))
+            elif action < 0.6:
                 subject.apply([store([engine_hash], [engine_hash], parent=engine_hash // 3 or None, tier=tier)])
                 copies[engine_hash, tier] += 1
                 identified.add(engine_hash)
             elif action < 0.97:
                 subject.apply([remove(engine_hash, tier=tier)])
                 copies[engine_hash, tier] = max(0, copies[engine_hash, tier] - 1)
-                if not any(copies[engine_hash, each] for each in TIERS):
-                    identified.discard(engine_hash)
-                    named.pop(engine_hash, None)
+                forget_unheld(engine_hash)
             else:
                 subject.apply([AllCleared()])
                 copies.clear()
@@ -220,6 +233,7 @@ def test_stress_against_the_twin() -> None:
                 named.clear()
             _name_what_can_be(identified, named)
             expected = {each: {named[h] for h in named if copies[h, each]} for each in TIERS}
+            expected[Tier.DRAM] |= {named[h] for h in named if h in pooled}
             assert {each: keys(subject, each) for each in TIERS} == expected
             assert subject.digest == sum(digest_of(expected[each], each) for each in TIERS) & (2**64 - 1)
             if rng.random() < 0.3:
@@ -233,6 +247,54 @@ def test_stress_against_the_twin() -> None:
                         mirror[change.tier] -= changed
                 if not subject.has_changes:
                     assert mirror == expected
+
+
+def content_key(engine_hash: int) -> bytes:
+    """The ContentKey that an engine's events call so."""
+    return bytes(24) + engine_hash.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_what_the_pool_holds_is_in_dram_once_the_engine_has_named_it(as_bytes: bool, pool_first: bool) -> None:
+    subject = catalogue()
+    names = [content_key(number) for number in (1, 2)]
+    hashes: list[EngineHash] = [*names] if as_bytes else [1, 2]
+    if pool_first:
+        for name in names:
+            subject.pool_held(name)
+        assert keys(subject, Tier.DRAM) == set()
+    subject.apply([store(hashes, [1, 2])])
+    if not pool_first:
+        for name in names:
+            subject.pool_held(name)
+            subject.pool_held(name)
+    both = set(chain_of([1, 2]))
+    assert (keys(subject), keys(subject, Tier.DRAM)) == (both, both)
+    # The engine evicts them; its own offloading removes what it never stored.
+    subject.apply([remove(*hashes), remove(*hashes, tier=Tier.DRAM)])
+    assert (keys(subject), keys(subject, Tier.DRAM)) == (set(), both)
+    subject.pool_dropped(names[1])
+    assert keys(subject, Tier.DRAM) == set(chain_of([1]))
+    subject.pool_dropped(names[1])
+    subject.pool_dropped(content_key(99))
+    assert subject.counts.hashes == 1
+
+
+@pytest.mark.parametrize("how", ["reset", "cleared"])
+def test_what_the_pool_holds_outlasts_a_reset(how: str) -> None:
+    subject = catalogue()
+    subject.apply([store([1], [1])])
+    subject.pool_held(content_key(1))
+    if how == "reset":
+        subject.reset(MODEL)
+    else:
+        subject.apply([AllCleared()])
+    assert keys(subject, Tier.DRAM) == set()
+    subject.apply([store([1], [1])])
+    assert keys(subject, Tier.DRAM) == set(chain_of([1]))
+    subject.pool_dropped(content_key(1))
+    assert keys(subject, Tier.DRAM) == set()
 
 
 def _name_what_can_be(identified: set[EngineHash], named: dict[EngineHash, int]) -> None:

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from agent_support import MODEL, SEED, Mirror, chain_of, tokens_of
 
+from kvstore.cost import LinkEstimate
 from kvstore.identity import pack_tokens
-from kvstore.messages import SNAPSHOT_PART_BLOCKS, FrameReader, Heartbeat, Report, Snapshot, Tier
+from kvstore.messages import (
+    SNAPSHOT_PART_BLOCKS,
+    FetchOutcome,
+    FetchRecord,
+    FetchState,
+    FrameReader,
+    Heartbeat,
+    Report,
+    Snapshot,
+    Tier,
+)
 from replica_agent.catalogue import Catalogue
 from replica_agent.events.decode import BlockRemoved, BlockStored
 from replica_agent.load import EngineMetrics
 from replica_agent.reports import EngineState, ReportHub
 
+_NOTHING = {"int": 0, "float": 0.0, "FetchOutcome": FetchOutcome.FETCHED}
+
 
 class Rig:
     def __init__(self, buffer_bytes: int = 1 << 20) -> None:
         self.catalogue = Catalogue(MODEL, SEED)
+        self.kv: dict[str, Any] = {}
         self.hub = ReportHub(
             self.catalogue,
-            lambda: EngineState(True, EngineMetrics(running=3, capacity_blocks=99)),
+            lambda: EngineState(True, EngineMetrics(running=3, capacity_blocks=99), **self.kv),
             epoch=1,
             buffer_bytes=buffer_bytes,
             heartbeat_interval_s=60,
@@ -111,6 +126,35 @@ async def test_a_heartbeat_never_overtakes_a_change() -> None:
     rig.hub.beat()
     await gateway.read_to_heartbeat()
     assert gateway.mirror.hbm == set(chain_of([1]))
+    await gateway.close()
+
+
+async def test_a_fetch_is_told_in_between() -> None:
+    rig = Rig()
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    record = FetchRecord(**{name: _NOTHING.get(kind, "") for name, kind in FetchRecord.__annotations__.items()})
+    rig.store(1)
+    rig.hub.fetched(record)
+    rig.hub.beat()
+    await gateway.read_to_heartbeat()
+    assert gateway.mirror.fetches == [record]
+    await gateway.close()
+
+
+async def test_a_heartbeat_says_what_is_known_of_kv() -> None:
+    rig = Rig()
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    first = gateway.mirror.heartbeat
+    assert first is not None and (first.fetch, first.prefill_tokens_per_s) == (None, None)
+    link = LinkEstimate(0.001, 1e9)
+    state = FetchState(namespace="n", acts=True, slots=3, link=link, links={"a": link})
+    rig.kv = {"prefill_tokens_per_s": 99.0, "fetch": state}
+    rig.hub.beat()
+    await gateway.read_to_heartbeat()
+    then = gateway.mirror.heartbeat
+    assert then is not None and (then.fetch, then.prefill_tokens_per_s) == (state, 99.0)
     await gateway.close()
 
 

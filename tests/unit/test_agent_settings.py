@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.transfer.select import NAMES
 from replica_agent.errors import SettingsError
-from replica_agent.settings import load_settings
+from replica_agent.settings import TRANSPORTS, load_settings
 
 ENGINE = ["--engine", "http://127.0.0.1:8100/"]
 
@@ -16,6 +17,10 @@ def test_defaults() -> None:
     assert (settings.host, settings.port, settings.replica_id) == ("127.0.0.1", 8200, "replica-0")
     assert (settings.kv_events, settings.kv_replay) == ("tcp://127.0.0.1:5557", None)
     assert (settings.model, settings.model_dir, settings.token) == (None, None, None)
+    assert (settings.kv_socket, settings.pool_bytes, settings.data_port) == (None, 2**30, 0)
+    assert (settings.fetch, settings.fetch_margin, settings.lease_ttl_s) == ("on", 0.1, 10.0)
+    assert settings.transports == ("shm", "nixl", "tcp")
+    assert not settings.debug
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -39,6 +44,31 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default() -> None:
         ([*ENGINE, "--heartbeat-interval", "soon"], {}, "--heartbeat-interval"),
         ([*ENGINE, "--token-file", "/no/such/file"], {}, "--token-file"),
         (ENGINE, {"REPLICA_AGENT_TOKEN": " "}, "REPLICA_AGENT_TOKEN"),
+        ([*ENGINE, "--kv-socket", "/" + 100 * "x"], {}, "--kv-socket"),
+        ([*ENGINE, "--pool-bytes", "1"], {}, "--pool-bytes"),
+        ([*ENGINE, "--fetch", "maybe"], {}, "--fetch"),
+        ([*ENGINE, "--fetch-margin", "1"], {}, "--fetch-margin"),
+        ([*ENGINE, "--fetch-margin", "some"], {}, "--fetch-margin"),
+        (ENGINE, {"REPLICA_AGENT_TRANSPORTS": "shm,rdma"}, "REPLICA_AGENT_TRANSPORTS"),
+        ([*ENGINE, "--transports", "tcp,tcp"], {}, "--transports"),
+        ([*ENGINE, "--transports", ""], {}, "--transports"),
+        *(
+            ([*ENGINE, "--data-advertise", value], {}, "--data-advertise")
+            for value in (
+                "7000",
+                ":7000",
+                "host",
+                "host:",
+                "host:0",
+                "host:70000",
+                "http://host:1",
+                "u@host:1",
+                "host:1/",
+            )
+        ),
+        ([*ENGINE, "--lease-ttl", "60"], {}, "--lease-ttl"),
+        ([*ENGINE, "--log-level", "loud"], {}, "--log-level"),
+        ([*ENGINE, "--debug", "yes"], {}, "--debug"),
     ],
 )
 def test_a_bad_value_stops_the_start_and_names_the_key(argv: list[str], environ: dict[str, str], key: str) -> None:
@@ -62,3 +92,14 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
 def test_a_publishers_wildcard_address_is_a_local_one_for_a_subscriber() -> None:
     assert load_settings([*ENGINE, "--kv-events", "tcp://*:5557"], {}).kv_events == "tcp://127.0.0.1:5557"
+
+
+def test_where_peers_reach_the_tcp_transport() -> None:
+    assert load_settings(ENGINE, {}).data_advertise is None
+    for value, address in (("node.example:7000", ("node.example", 7000)), ("[fd00::1]:7000", ("fd00::1", 7000))):
+        assert load_settings([*ENGINE, "--data-advertise", value], {}).data_advertise == address
+
+
+def test_the_transports_are_those_there_are() -> None:
+    assert TRANSPORTS == NAMES
+    assert load_settings([*ENGINE, "--transports", "tcp, shm"], {}).transports == ("tcp", "shm")

@@ -1,0 +1,147 @@
+"""What fetching and recomputing are expected to take, from what they took before, and which of them to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstore.cost import LinkEstimate, LinkEstimator, PrefillEstimator, decide
+
+LINK_PRIOR = LinkEstimate(latency_s=0.003, bytes_per_s=1e9)
+"""A link nothing was fetched over: three HTTP exchanges, and a tenth of what links between replicas carry. Argued, not
+measured; too low costs a few fetches that would have paid, and is over after the first ones that do."""
+
+COPY_PRIOR = LinkEstimate(latency_s=0.0005, bytes_per_s=5e9)
+"""Slots to paged blocks, before the engine has told: a memcpy on a busy host."""
+
+PREFILL_PRIOR = 8_000.0
+"""Tokens/s of an engine that has not told of a prefill yet: that of an 8B model on one large GPU, the order of it."""
+
+TRUSTED_AFTER = 3
+"""Prefills after which the fitted speed is told to gateways."""
+
+TYPICAL_PREFILL = 1_024
+"""Tokens of the prefill whose speed is told: long enough that the fixed part of a step does not decide it."""
+
+LINK_MEMORY_S = 300.0
+"""A link that nothing came over for so long is as good as unknown: otherwise one that once was slow is never tried
+again."""
+
+_MAX_LINKS = 1_024
+
+
+class Prompt(NamedTuple):
+    """A prompt as its engine asks for it: `tokens`, of which the first `cached_blocks` blocks are in the engine."""
+
+    tokens: int
+    cached_blocks: int
+    block_tokens: int
+    block_bytes: int
+
+    def rest(self, blocks: int) -> tuple[int, int]:
+        """Tokens to compute, and those before them, when `blocks` more blocks are there. The last token always is."""
+        context = min((self.cached_blocks + blocks) * self.block_tokens, max(0, self.tokens - 1))
+        return self.tokens - context, context
+
+
+class Prediction(NamedTuple):
+    """Seconds: getting the blocks into the engine, computing what remains then, and computing everything instead."""
+
+    fetch_s: float
+    rest_s: float
+    recompute_s: float
+
+
+class _Link(NamedTuple):
+    estimator: LinkEstimator
+    seen: float
+
+
+class Estimates:
+    """Owns the fitted figures of one agent: its engine's prefill, the copy between slots and paged blocks, and the way
+    to each replica. Told by whoever measured; used on one event loop; a prediction is valid until the next one tells.
+
+    A replica nothing was fetched from yet is expected to be like the others.
+    """
+
+    def __init__(self, *, margin: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._margin = margin
+        self._clock = clock
+        self._prefill = PrefillEstimator(PREFILL_PRIOR)
+        self._prefills = 0
+        self._copy = LinkEstimator(COPY_PRIOR)
+        self._any = LinkEstimator(LINK_PRIOR)
+        self._links: dict[str, _Link] = {}
+
+    def prefilled(self, tokens: int, attended: int, seconds: float) -> None:
+        """The engine computed `tokens`, which attended to `attended` positions in sum, in `seconds`."""
+        self._prefill.observe(tokens, attended, seconds)
+        self._prefills += 1
+
+    def copied(self, size: int, seconds: float) -> None:
+        """The engine copied `size` bytes from slots to its blocks."""
+        self._copy.observe(size, seconds)
+
+    def fetched(self, source: str, size: int, seconds: float) -> None:
+        """`size` bytes came from `source`, from asking for the lease to the owner's word that it held."""
+        estimator = self._link(source) or LinkEstimator(self._any.estimate)
+        estimator.observe(size, seconds)
+        self._any.observe(size, seconds)
+        self._links.pop(source, None)
+        self._links[source] = _Link(estimator, self._clock())
+        while len(self._links) > _MAX_LINKS:
+            del self._links[next(iter(self._links))]
+
+    def predict(self, prompt: Prompt, own: int, remote: int, source: str) -> Prediction:
+        """For `own` blocks out of the agent's pool and then `remote` ones from `source`."""
+        moved = (self._link(source) or self._any).seconds(remote * prompt.block_bytes) if remote else 0.0
+        copied = self._copy.seconds((own + remote) * prompt.block_bytes) if own + remote else 0.0
+        return Prediction(
+            moved + copied,
+            self._prefill.seconds(*prompt.rest(own + remote)),
+            self._prefill.seconds(*prompt.rest(0)),
+        )
+
+    def worth_copying(self, prompt: Prompt, own: int) -> bool:
+        """Whether to use `own` blocks out of the agent's pool."""
+        expected = self.predict(prompt, own, 0, "")
+        return decide(expected.fetch_s, expected.rest_s, expected.recompute_s, self._margin)
+
+    def worth_fetching(self, prompt: Prompt, own: int, remote: int, source: str) -> bool:
+        """Whether to fetch `remote` blocks, where the alternative is to use `own` ones and compute the rest."""
+        expected, without = self.predict(prompt, own, remote, source), self.predict(prompt, own, 0, "")
+        return decide(expected.fetch_s, expected.rest_s, without.fetch_s + without.rest_s, self._margin)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The engine's speed, None until it is known."""
+        return self._prefill.tokens_per_s(TYPICAL_PREFILL) if self._prefills >= TRUSTED_AFTER else None
+
+    @property
+    def link(self) -> LinkEstimate:
+        """What is assumed of a replica nothing was fetched from lately."""
+        return self._any.estimate
+
+    @property
+    def links(self) -> dict[str, LinkEstimate]:
+        """What is known of each other one."""
+        return {source: link.estimator.estimate for source in list(self._links) if (link := self._fresh(source))}
+
+    def check(self) -> None:
+        """Asserts that there are no more links than allowed, and that every estimator is sound."""
+        assert len(self._links) <= _MAX_LINKS
+        self._prefill.check()
+        for estimator in (self._copy, self._any, *(link.estimator for link in self._links.values())):
+            estimator.check()
+
+    def _link(self, source: str) -> LinkEstimator | None:
+        link = self._fresh(source)
+        return link.estimator if link else None
+
+    def _fresh(self, source: str) -> _Link | None:
+        link = self._links.get(source)
+        if link is not None and self._clock() - link.seen > LINK_MEMORY_S:
+            del self._links[source]
+            return None
+        return link

@@ -1,0 +1,282 @@
+"""One fetch: blocks of a peer's pool into one's own, verified and confirmed before anybody can see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvstore.errors import WrongBytes
+from kvstore.messages import FetchOutcome
+from kvstore.namespace import KvNamespace, pack_content_keys
+from kvstore.peer_messages import LeaseGrant, LeaseRequest, Offer
+from kvstore.pool import Held, Pool
+from kvstore.slot import verify
+from kvstore.transfer.base import Move, Plan, Result, Transport
+from kvstore.transfer.select import choose
+from replica_agent.errors import PeerError
+from replica_agent.kv.peers import Peers
+from replica_agent.kv.records import Steps
+
+_logger = logging.getLogger(__name__)
+
+LEASE_S = 0.045
+"""For a lease: after `kvstore.engine_messages.DECISION_S` the engine computes."""
+
+CONFIRM_SHARE = 0.2
+CONFIRM_MOST_S = 0.05
+"""What is kept of a deadline, at most, for the owner's word that the lease held."""
+
+GIVE_BACK_S = 5.0
+
+
+class Order(NamedTuple):
+    """What to fetch: `keys`, that follow the block `parent`, from replica `source`, whose agent is at `url`.
+
+    `deadline` is `time.monotonic()` seconds; `worthwhile` says whether so many blocks, from the first on, still are.
+    """
+
+    request: str
+    source: str
+    url: str
+    keys: Sequence[bytes]
+    parent: bytes
+    deadline: float
+    worthwhile: Callable[[int], bool]
+
+
+class Fetched(NamedTuple):
+    """How a fetch ended: the first `blocks` are in the pool. `reason` is one of a bounded set of words."""
+
+    blocks: int
+    outcome: FetchOutcome
+    reason: str
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every fetch of an agent works with. `spawn` runs what outlives a fetch; `transports` is the best first."""
+
+    pool: Pool
+    namespace: KvNamespace
+    transports: Sequence[Transport]
+    peers: Peers
+    reader: str
+    secret: bytes
+    ttl_s: float
+    lease_s: float
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+    clock: Callable[[], float] = time.monotonic
+    wrong_bytes: Counter[str] = field(default_factory=Counter)
+
+
+class Fetch:
+    """Lease, move and verify, confirm, admit.
+
+    Owns, while it runs, the lease and the reserved slots it moves blocks to. Whatever ends it, and wherever, also by
+    cancellation, each slot is then either visible, or abandoned, or in quarantine because a transfer may still write
+    there; and the lease is released or being released. Nothing is visible before the owner said that the lease held.
+    """
+
+    def __init__(self, order: Order, around: Surroundings) -> None:
+        self.order = order
+        self.steps = Steps()
+        self.transport = ""
+        self._around = around
+        self._lease = ""
+        self._targets: list[Held] = []
+        self._moving: asyncio.Task[Result] | None = None
+
+    async def run(self, decided: Callable[[int], None]) -> Fetched:
+        """Fetches the longest run that can be had; `decided` is told how many blocks are on their way."""
+        try:
+            return await self._run(decided)
+        except PeerError as error:
+            refused = error.code in ("namespace", "unauthorized")
+            _logger.info("nothing fetched from %s: %s", self.order.source, error)
+            return Fetched(0, FetchOutcome.REFUSED if refused else FetchOutcome.FAILED, error.code)
+        finally:
+            self._leave_nothing()
+
+    async def _run(self, decided: Callable[[int], None]) -> Fetched:
+        around, order = self._around, self.order
+        grant = await self._ask()
+        blocks = min(len(grant.slots), len(grant.generations), len(order.keys))
+        if not blocks:
+            return Fetched(0, FetchOutcome.MISSED, "not_held")
+        self._lease = grant.lease
+        chosen = choose(around.transports, grant.offers)
+        if chosen is None or grant.pitch != around.pool.region.pitch:
+            return Fetched(0, FetchOutcome.FAILED, "no_transport")
+        if not order.worthwhile(blocks):
+            return Fetched(0, FetchOutcome.DECLINED, "cheaper_to_compute")
+        self._reserve(blocks)
+        if not self._targets:
+            return Fetched(0, FetchOutcome.FAILED, "no_room")
+        reserved = len(self._targets)
+        decided(reserved)
+        good, reason = await self._move(grant, *chosen)
+        if not good:
+            late = reason == "deadline"
+            return Fetched(0, FetchOutcome.LATE if late else FetchOutcome.FAILED, reason)
+        if not await self._confirm(good):
+            around.wrong_bytes["lease"] += 1
+            return Fetched(0, FetchOutcome.FAILED, "lease_not_held")
+        admitted = self._admit(good)
+        if not admitted:
+            return Fetched(0, FetchOutcome.FAILED, "cleared")
+        if not reason:
+            reason = "no_room" if reserved < blocks else "not_held" if blocks < len(order.keys) else "complete"
+        return Fetched(admitted, FetchOutcome.FETCHED, reason)
+
+    async def _ask(self) -> LeaseGrant:
+        around, order = self._around, self.order
+        request = LeaseRequest(
+            reader=around.reader,
+            secret=around.secret,
+            request=order.request,
+            namespace=around.namespace,
+            keys=pack_content_keys([*order.keys]),
+            ttl_s=around.ttl_s,
+            transports=[transport.name for transport in around.transports],
+        )
+        began = around.clock()
+        try:
+            return await around.peers.lease(order.url, request, min(around.lease_s, order.deadline - began))
+        finally:
+            self.steps.lease_s = around.clock() - began
+
+    def _reserve(self, blocks: int) -> None:
+        """Slots for the longest run that finds room and that nobody else is writing."""
+        pool, order = self._around.pool, self.order
+        run = True
+        for held in pool.reserve(order.keys[:blocks], order.parent):
+            run = run and held is not None
+            if held is not None and run:
+                self._targets.append(held)
+            elif held is not None:
+                pool.abandon(held)
+
+    async def _move(self, grant: LeaseGrant, transport: Transport, offer: Offer) -> tuple[int, str]:
+        """Verified blocks, from the first on, and why not all; "" when all are."""
+        around, order = self._around, self.order
+        self.transport = transport.name
+        began = around.clock()
+        left = order.deadline - began
+        arrived = _Arrivals(around.pool, order.keys, self._targets, grant.generations)
+        plan = Plan(
+            offer=offer,
+            owner_host=urlsplit(order.url).hostname or "",
+            lease=self._lease,
+            secret=around.secret,
+            moves=[Move(slot, held.slot) for slot, held in zip(grant.slots, self._targets, strict=False)],
+            deadline=order.deadline - min(CONFIRM_MOST_S, CONFIRM_SHARE * left),
+            call=self._call,
+        )
+        self._moving = asyncio.create_task(transport.fetch(plan, arrived))
+        try:
+            result = await self._while_leased(self._moving, grant.ttl_s)
+        finally:
+            self.steps.verify_s = arrived.seconds
+            self.steps.move_s = max(0.0, around.clock() - began - arrived.seconds)
+        if arrived.wrong:
+            around.wrong_bytes[arrived.wrong.kind] += 1
+            _logger.error("wrong bytes from %s: %s", order.source, arrived.wrong)
+            return arrived.good, "wrong_bytes"
+        if result.moved < len(plan.moves):
+            _logger.info("%d of %d blocks from %s: %s", result.moved, len(plan.moves), order.source, result.error)
+            return min(arrived.good, result.moved), "deadline" if around.clock() >= plan.deadline else "broken"
+        return arrived.good, ""
+
+    async def _while_leased(self, moving: asyncio.Task[Result], ttl_s: float) -> Result:
+        """Waits for the transfer, renewing the lease, so that no more than half its time ever passes without the
+        owner's word. Raises PeerError once that cannot be had any more; the transfer has ended then."""
+        while not (await asyncio.wait({moving}, timeout=ttl_s / 3))[0]:
+            try:
+                ttl_s = await self._around.peers.renew(self.order.url, self._lease, self._around.secret, ttl_s / 6)
+            except PeerError:
+                moving.cancel()
+                await asyncio.wait({moving})
+                raise
+        return moving.result()
+
+    async def _call(self, message: bytes) -> bytes:
+        around, order = self._around, self.order
+        left = order.deadline - around.clock()
+        return await around.peers.transfer(order.url, self._lease, around.secret, self.transport, message, left)
+
+    async def _confirm(self, blocks: int) -> bool:
+        around, order = self._around, self.order
+        began = around.clock()
+        try:
+            left = max(order.deadline - began, CONFIRM_MOST_S)
+            held = await around.peers.release(order.url, self._lease, around.secret, blocks, left)
+        finally:
+            self.steps.confirm_s = around.clock() - began
+        self._lease = ""
+        return held
+
+    def _admit(self, blocks: int) -> int:
+        """Makes the first `blocks` visible, all or, after the pool was cleared, none."""
+        pool = self._around.pool
+        admitted = 0
+        while admitted < blocks and pool.admit(self.order.keys[admitted], self._targets[admitted]):
+            admitted += 1
+        del self._targets[:admitted]
+        return admitted
+
+    def _leave_nothing(self) -> None:
+        if self._targets or self._lease:
+            moving = self._moving
+            if moving is None or moving.done():
+                self._abandon()
+            if self._targets or self._lease:
+                self._around.spawn(self._wind_down())
+
+    async def _wind_down(self) -> None:
+        if self._moving is not None and not self._moving.done():
+            self._moving.cancel()
+            await asyncio.wait({self._moving})
+        self._abandon()
+        if self._lease:
+            with contextlib.suppress(PeerError):
+                await self._around.peers.release(self.order.url, self._lease, self._around.secret, 0, GIVE_BACK_S)
+
+    def _abandon(self) -> None:
+        moving = self._moving
+        stopped = moving is None or (not moving.cancelled() and not moving.exception() and moving.result().stopped)
+        targets, self._targets = self._targets, []
+        for held in targets:
+            self._around.pool.abandon(held, stopped=stopped)
+
+
+class _Arrivals:
+    """Verifies each block as it arrives, while its bytes are warm. Called from one thread at a time, the transport's;
+    `good` counts those from the first on that are what was asked for, `wrong` is the first that is not."""
+
+    def __init__(self, pool: Pool, keys: Sequence[bytes], targets: Sequence[Held], generations: Sequence[int]) -> None:
+        self.good = 0
+        self.wrong: WrongBytes | None = None
+        self.seconds = 0.0
+        self._pool = pool
+        self._keys = keys
+        self._targets = targets
+        self._generations = generations
+
+    def __call__(self, index: int) -> None:
+        if self.wrong is not None or index != self.good:
+            return
+        began = time.perf_counter()
+        try:
+            slot = self._pool.view(self._targets[index].slot)
+            verify(slot, self._pool.block_bytes, self._keys[index], self._generations[index])
+            self.good += 1
+        except WrongBytes as error:
+            self.wrong = error
+        self.seconds += time.perf_counter() - began

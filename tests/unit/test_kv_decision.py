@@ -1,0 +1,103 @@
+"""What fetching and recomputing are expected to take, and which is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.cost import attended
+from replica_agent.kv import decision
+from replica_agent.kv.decision import COPY_PRIOR, LINK_PRIOR, PREFILL_PRIOR, Estimates, Prompt
+
+MIB = 2**20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompt(blocks: int, *, cached: int = 0, tail: int = 1, size: int = MIB) -> Prompt:
+    return Prompt((cached + blocks) * 16 + tail, cached, 16, size)
+
+
+def test_before_anything_is_known_the_priors_stand() -> None:
+    subject = Estimates(margin=0.1)
+    expected = subject.predict(prompt(100), 20, 80, "a")
+    assert expected.fetch_s == pytest.approx(LINK_PRIOR.seconds(80 * MIB) + COPY_PRIOR.seconds(100 * MIB))
+    assert expected.rest_s == pytest.approx(1 / PREFILL_PRIOR)
+    assert expected.recompute_s == pytest.approx(1601 / PREFILL_PRIOR)
+    assert subject.predict(prompt(100), 0, 0, "a")[:2] == (0.0, expected.recompute_s)
+    assert (subject.prefill_tokens_per_s, subject.links) == (None, {})
+    assert subject.link.bytes_per_s == pytest.approx(LINK_PRIOR.bytes_per_s)
+    subject.check()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert Prompt(32, 0, 16, 1).rest(2) == (1, 31)
+    assert Prompt(33, 1, 16, 1).rest(1) == (1, 32)
+    assert Prompt(100, 1, 16, 1).rest(0) == (84, 16)
+    assert Prompt(0, 0, 16, 1).rest(0) == (0, 0)
+
+
+def test_a_slow_engine_fetches_and_a_fast_one_computes() -> None:
+    for tokens_per_s, fetches in ((500.0, True), (500_000.0, False)):
+        subject = Estimates(margin=0.1)
+        for _ in range(60):
+            subject.prefilled(1_000, attended(1_000), 1_000 / tokens_per_s)
+            subject.fetched("a", 100 * MIB, 0.05)
+        assert subject.worth_fetching(prompt(100), 0, 100, "a") is fetches
+        assert subject.prefill_tokens_per_s == pytest.approx(tokens_per_s, rel=0.2)
+
+
+def test_a_fetch_must_beat_what_the_own_pool_gives() -> None:
+    subject = Estimates(margin=0.1)
+    assert subject.worth_fetching(prompt(100, size=4_096), 0, 100, "a")
+    # With 99 of 100 blocks at hand, the last one is not worth an exchange.
+    assert not subject.worth_fetching(prompt(100, size=4_096), 99, 1, "a")
+    assert subject.worth_copying(prompt(100, size=4_096), 99)
+
+
+def test_the_margin_is_a_share_of_the_alternative() -> None:
+    eager, shy = Estimates(margin=0.0), Estimates(margin=0.9)
+    assert eager.worth_fetching(prompt(100), 0, 100, "a")
+    assert not shy.worth_fetching(prompt(100), 0, 100, "a")
+
+
+def test_each_source_is_known_by_itself_and_forgotten() -> None:
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+    for _ in range(50):
+        subject.fetched("slow", 100 * MIB, 10.0)
+    for _ in range(50):
+        subject.fetched("fast", 100 * MIB, 0.02)
+    assert subject.links["slow"].seconds(100 * MIB) == pytest.approx(10.0, rel=0.2)
+    assert subject.links["fast"].seconds(100 * MIB) == pytest.approx(0.02, rel=0.2)
+    # One that nothing came from is like the others were lately.
+    assert subject.predict(prompt(100), 0, 100, "new").fetch_s < 1
+    assert not subject.worth_fetching(prompt(100), 0, 100, "slow")
+    clock.now = decision.LINK_MEMORY_S
+    subject.fetched("fast", 100 * MIB, 0.02)
+    clock.now += 1
+    assert list(subject.links) == ["fast"]
+    assert subject.worth_fetching(prompt(100), 0, 100, "slow")
+    subject.check()
+
+
+def test_links_are_bounded() -> None:
+    subject = Estimates(margin=0.1)
+    for number in range(decision._MAX_LINKS + 10):
+        subject.fetched(str(number), MIB, 0.01)
+    assert len(subject.links) == decision._MAX_LINKS
+    assert "0" not in subject.links
+    subject.check()
+
+
+def test_the_speed_is_told_once_it_is_known() -> None:
+    subject = Estimates(margin=0.1)
+    for count in range(decision.TRUSTED_AFTER):
+        assert subject.prefill_tokens_per_s is None, count
+        subject.prefilled(512, attended(512), 0.5)
+    assert subject.prefill_tokens_per_s is not None
