@@ -33,6 +33,9 @@ class BlockPool:
         self.block_size = block_size
         self.generation = 0
         """Number of `clear`s: blocks computed under an older one must not be stored."""
+        self.versions = [0] * num_blocks
+        """How often each block has been allocated. Any thread may read it: a copy of a block whose version is unchanged
+        afterwards is of one piece."""
         self._refs = [0] * num_blocks
         self._content: list[CachedBlock | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -76,6 +79,7 @@ class BlockPool:
                 self._forget(block, content)
                 self._events.append(BlockRemoved(block_hashes=[wire_block_hash(content.hash)]))
             self._refs[block] = 1
+            self.versions[block] += 1
             taken.append(block)
         return taken
 

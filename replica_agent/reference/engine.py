@@ -13,11 +13,13 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kvstore.cost import attended
 from replica_agent.reference.block_pool import BlockPool
 from replica_agent.reference.detokenizer import Decoder, Detokenizer, StopFilter
 from replica_agent.reference.errors import EngineDownError
-from replica_agent.reference.metrics import Metrics
+from replica_agent.reference.metrics import BlockCounts, Metrics
 from replica_agent.reference.model import Interrupted, Llama, Span
+from replica_agent.reference.pool_connector import PoolConnector
 from replica_agent.reference.publisher import EventPublisher
 from replica_agent.reference.sampler import Sampler
 from replica_agent.reference.scheduler import Scheduler
@@ -42,6 +44,10 @@ class _Choice(NamedTuple):
     stops: StopFilter
 
 
+def _look() -> None:
+    """A message that says nothing but that the scheduler should be asked again."""
+
+
 class Engine:
     """Owns the compute thread, and through it scheduler, pool and model, which no other thread may touch.
 
@@ -58,6 +64,7 @@ class Engine:
         decoder: Decoder,
         metrics: Metrics,
         publisher: EventPublisher | None,
+        connector: PoolConnector | None = None,
         *,
         threads: int = 1,
         seed: int = 0,
@@ -69,6 +76,7 @@ class Engine:
         self._decoder = decoder
         self._metrics = metrics
         self._publisher = publisher
+        self._connector = connector
         self._threads = threads
         self._random = random.Random(seed)
         self._clock = clock
@@ -78,11 +86,16 @@ class Engine:
         self._submitted: dict[Sequence, int] = {}
         self._accepted: list[Sequence] = []
         self._wake = threading.Condition()
+        self._computed = False
+        """Whether the last step found work; if not, the next one waits for a message or for the scheduler's time."""
         self._stopping = False
         self._interrupt = threading.Event()
         self.alive = True
         self._load = Load()
         metrics.watch(self.load, lambda: publisher.dropped if publisher else 0)
+        if connector is not None:
+            metrics.watch_blocks(self._block_counts)
+            connector.on_change(lambda: self._post(_look))
         self._thread = threading.Thread(target=self._run, name="compute")
         self._thread.start()
 
@@ -144,7 +157,7 @@ class Engine:
         torch.set_num_threads(self._threads)
         try:
             while self._receive():
-                self._step()
+                self._computed = self._step()
         except Interrupted:
             pass
         except Exception:
@@ -163,8 +176,12 @@ class Engine:
     def _receive(self) -> bool:
         """Take in messages; wait for one when there is nothing to compute. False when it is time to stop."""
         with self._wake:
-            while not self._inbox and not self._stopping and not self._busy():
-                self._wake.wait()
+            while not self._inbox and not self._stopping and not self._computed:
+                until = self.scheduler.wake_at()
+                patience = None if until is None else until - self._clock()
+                if patience is not None and patience <= 0:
+                    break
+                self._wake.wait(patience)
             messages = list(self._inbox)
             self._inbox.clear()
             stopping = self._stopping
@@ -175,9 +192,6 @@ class Engine:
             self._note_load()
         return not stopping
 
-    def _busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
-
     def _accept(self, sequence: Sequence) -> None:
         self._choices[sequence] = _Choice(
             Sampler(sequence.params, self._random.getrandbits(63)),
@@ -187,10 +201,14 @@ class Engine:
         self.scheduler.add(sequence)
         self._accepted.append(sequence)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One step. False when there was nothing to compute."""
+        began = self._clock()
         work = self.scheduler.schedule()
         if not work:
-            return
+            self._publish()
+            self._note_load()
+            return False
         try:
             spans = [
                 Span(
@@ -208,6 +226,17 @@ class Engine:
             # Evictions of this step have happened even if the computation failed.
             self._publish()
         self._note_load()
+        self._observe(spans, self._clock() - began)
+        return True
+
+    def _observe(self, spans: list[Span], seconds: float) -> None:
+        """Tell what prefill costs, by steps in which decodes are at most a sixteenth of the tokens: more would count
+        their share of the weights' reading as prefill's."""
+        tokens = sum(len(span.tokens) for span in spans)
+        decodes = sum(len(span.tokens) == 1 for span in spans)
+        if self._connector is not None and 16 * decodes <= tokens:
+            seen = sum(attended(len(span.tokens), span.start) for span in spans)
+            self._connector.observe(tokens, seen, seconds)
 
     def _advance(self, sequence: Sequence, logits: torch.Tensor) -> None:
         """Give a sequence its next token and tell its reader."""
@@ -238,6 +267,13 @@ class Engine:
 
     def _deliver(self, sequence: Sequence, text: str, reason: FinishReason | None) -> None:
         sequence.deliver(Output(text, sequence.generated, sequence.cached or 0, reason))
+
+    def _block_counts(self) -> BlockCounts:
+        assert self._connector is not None
+        scheduler = self.scheduler
+        return BlockCounts(
+            self._connector.saved, self._connector.shed, scheduler.loaded_blocks, scheduler.failed_blocks
+        )
 
     def _publish(self) -> None:
         events = self.pool.drain()

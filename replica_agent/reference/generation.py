@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvstore.hint import Hint
 from replica_agent.reference.engine import Engine
 from replica_agent.reference.errors import EngineDownError
 from replica_agent.reference.sequence import Output, SamplingParams, Sequence
@@ -19,13 +20,21 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Engine, prompts: list[list[int]], params: list[list[SamplingParams]], salt: str | None
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        params: list[list[SamplingParams]],
+        salt: str | None,
+        request_id: str,
+        hint: Hint | None = None,
     ) -> None:
         """`params[p]` holds the parameters of each choice of prompt p."""
         self._engine = engine
         self._prompts = prompts
         self._params = params
         self._salt = salt
+        self._request_id = request_id
+        self._hint = hint
         self._running: dict[int, Sequence] = {}
         self._last: list[Output | None] = [None] * sum(len(choices) for choices in params)
 
@@ -50,6 +59,8 @@ class Generation:
                         params=params,
                         deliver=lambda output, index=index: deliver(index, output),  # type: ignore[misc]
                         salt=self._salt,
+                        request=f"{self._request_id}-{index}",
+                        hint=self._hint,
                     )
                     self._engine.submit(sequence)
                     running[index] = sequence

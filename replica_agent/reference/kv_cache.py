@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from replica_agent.reference.block_memory import BlockMemory
 from replica_agent.reference.weights import ModelConfig
 
 
@@ -13,7 +14,8 @@ class PagedKv:
     """Owns the KV of every block.
 
     `blocks` is [num_blocks, kv_heads, layers, 2, block_size, head_dim] and contiguous, so `blocks[i]` is all of block i
-    in one piece of `block_bytes`; heads outermost, so that a head is one piece too. The compute thread alone writes it.
+    in one piece of `block_bytes`; heads outermost, so that a head is one piece too. The compute thread alone writes it,
+    but for the blocks that a `Search` loads.
 
     Two flat views of the same memory serve the model: `token_rows` (one token of one head and layer, K or V) to write,
     and `block_rows` (one whole block of the same) to read.
@@ -37,6 +39,10 @@ class PagedKv:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers and heads."""
         return self.blocks[0].nbytes
+
+    def memory(self) -> BlockMemory:
+        """The same bytes for other threads; valid as long as this object."""
+        return BlockMemory(self.blocks.data_ptr(), self.block_bytes)
 
     def write_rows(self, slots: Sequence[int]) -> torch.Tensor:
         """Rows of `token_rows`, [layers, T * 2 * kv_heads], for tokens at `slots` (block * block_size + offset).

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from replica_agent.reference.sequence import FinishReason
 
@@ -14,6 +16,23 @@ if TYPE_CHECKING:
 
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+
+
+class BlockCounts(NamedTuple):
+    """Blocks that went to the agent's pool and came from it, in sum."""
+
+    saved: int
+    shed: int
+    loaded: int
+    failed: int
+
+
+_BLOCK_COUNTS = {
+    "kv_saved_blocks": "KV blocks saved in the agent's pool.",
+    "kv_shed_blocks": "KV blocks not saved: queue full, reused before they were copied, or the agent went.",
+    "kv_loaded_blocks": "KV blocks loaded from the agent's pool.",
+    "kv_failed_load_blocks": "KV blocks that the agent promised and that did not come.",
+}
 
 
 class Metrics:
@@ -74,6 +93,10 @@ class Metrics:
         self._queued.set_function(lambda: load().queued_prefill_tokens)
         self._dropped.set_function(dropped)
 
+    def watch_blocks(self, counts: Callable[[], BlockCounts]) -> None:
+        """Read the counters of saved and loaded blocks from this whenever scraped."""
+        self._registry.register(_BlockCollector(counts, self._labels))
+
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
         """A sequence got its first token."""
         self._prompt.inc(prompt_tokens)
@@ -98,3 +121,15 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self._registry)
+
+
+class _BlockCollector(Collector):
+    def __init__(self, counts: Callable[[], BlockCounts], labels: tuple[str, str]) -> None:
+        self._counts = counts
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for (name, text), count in zip(_BLOCK_COUNTS.items(), self._counts(), strict=True):
+            family = CounterMetricFamily(f"reference_engine:{name}", text, labels=_LABELS)
+            family.add_metric(self._labels, count)
+            yield family

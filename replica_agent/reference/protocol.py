@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvstore.hint import Hint
 from replica_agent.reference.errors import ContextLengthError, RequestError
 from replica_agent.reference.sequence import SamplingParams
 
@@ -22,6 +23,12 @@ class StreamOptions(msgspec.Struct):
     """`include_usage`: whether a stream ends with a chunk that carries the usage."""
 
     include_usage: bool | None = None
+
+
+class KvTransferParams(msgspec.Struct):
+    """Where a prefix can be fetched from, as a gateway says; what other systems put here is ignored."""
+
+    prefix_gateway: Hint | None = None
 
 
 class _Generate(msgspec.Struct, kw_only=True):
@@ -39,6 +46,7 @@ class _Generate(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    kv_transfer_params: KvTransferParams | None = None
     logprobs: Any = None
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None

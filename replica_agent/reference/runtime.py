@@ -35,6 +35,7 @@ class Opened:
     listener: socket.socket
     publisher: EventPublisher | None
     dtype: str
+    kv_socket: str | None
 
     @property
     def url(self) -> str:
@@ -46,10 +47,11 @@ class Opened:
         """The line that is logged at start."""
         pool = self.service.engine.pool
         events = self.publisher.endpoint if self.publisher else "none"
+        pool_at = f", KV pool at {self.kv_socket}" if self.kv_socket else ""
         replay = (self.publisher.replay_endpoint if self.publisher else None) or "none"
         return (
-            f"reference engine ready: {self.service.model} ({self.dtype}), "
-            f"{pool.num_blocks} blocks of {pool.block_size} tokens, {self.url}, events {events}, replay {replay}"
+            f"reference engine ready: {self.service.model} ({self.dtype}), {pool.num_blocks} blocks of "
+            f"{pool.block_size} tokens, {self.url}, events {events}, replay {replay}{pool_at}"
         )
 
 
@@ -70,7 +72,7 @@ def opened(settings: Settings, cache: Path | None = None) -> Generator[Opened]:
             publisher = EventPublisher(settings.kv_events_endpoint, settings.kv_replay_endpoint)
             stack.callback(publisher.close)
         service, dtype = _load(settings, cache, publisher, stack)
-        yield Opened(service, listener, publisher, dtype)
+        yield Opened(service, listener, publisher, dtype, settings.kv_socket)
 
 
 async def serve(engine: Opened, stop: asyncio.Event, verbose: bool = False) -> None:
@@ -138,9 +140,11 @@ def _load(
     from replica_agent.reference.block_pool import BlockPool
     from replica_agent.reference.chat import Tokenizer
     from replica_agent.reference.engine import Engine
+    from replica_agent.reference.identity import engine_hello
     from replica_agent.reference.kv_cache import PagedKv
     from replica_agent.reference.metrics import Metrics
     from replica_agent.reference.model import Llama
+    from replica_agent.reference.pool_connector import PoolConnector
     from replica_agent.reference.scheduler import Scheduler
     from replica_agent.reference.server import Service
     from replica_agent.reference.weights import DTYPES, ModelConfig, Weights, resolve_dtype
@@ -162,15 +166,21 @@ def _load(
     name = settings.served_model_name or (settings.model if settings.model in _NAMED else directory.name)
     metrics = Metrics(name, settings.block_size, num_blocks, dtype_name)
     pool = BlockPool(num_blocks, settings.block_size)
+    connector = None
+    if settings.kv_socket is not None:
+        hello = engine_hello(name, directory, config, kv, dtype_name)
+        connector = PoolConnector(settings.kv_socket, hello, pool, kv.memory())
+        stack.callback(connector.close)
     workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
     stack.callback(workers.shutdown)
     engine = Engine(
         model,
         pool,
-        Scheduler(pool, settings.prefill_chunk, settings.max_num_seqs),
+        Scheduler(pool, settings.prefill_chunk, settings.max_num_seqs, connector),
         tokenizer,
         metrics,
         publisher,
+        connector,
         threads=settings.threads,
         seed=settings.seed,
     )

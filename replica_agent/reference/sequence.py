@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvstore.hint import Hint
 from kvstore.identity import ROOT_BLOCK_HASH, engine_block_hash
 from replica_agent.reference.block_pool import CachedBlock
+from replica_agent.reference.connector import Search
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,13 +45,17 @@ class Sequence:
     """A request's choice. Built by the server; from `Engine.submit` on, only the compute thread may touch it.
 
     `tokens[:computed]` have their KV in `blocks`; `blocks[:stored]` need no storing any more. A preempted sequence
-    has no blocks and `computed` 0; its generated tokens are then computed again like a prompt.
+    has no blocks and `computed` 0; its generated tokens are then computed again like a prompt. While `search` is set,
+    blocks are sought for it outside the engine (it waits) or loaded (it runs, and is not computed).
     """
 
     tokens: list[int]
     params: SamplingParams
     deliver: Callable[[Output], None]
     salt: str | None = None
+    request: str = ""
+    """The engine's own id of the request's choice; only one with an id is sought outside the engine."""
+    hint: Hint | None = None
     arrival: float = 0.0
     prompt_length: int = field(init=False)
     computed: int = 0
@@ -58,6 +64,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     generation: int = 0
     """The pool's generation at admission."""
+    search: Search | None = None
+    sought: bool = False
+    """Whether a search has been begun since it was last queued."""
     first_token_at: float | None = None
     _contents: list[CachedBlock] = field(default_factory=list)
 

@@ -63,6 +63,7 @@ def build_app(service: Service) -> ASGIApp:
     ]
     if service.debug:
         routes.append(Route("/debug/blocks", endpoints.blocks, methods=["GET"]))
+        routes.append(Route("/debug/check", endpoints.check, methods=["GET"]))
     handlers: dict[Any, Callable[..., Any]] = {
         RequestError: _refused,
         EngineDownError: _down,
@@ -139,7 +140,7 @@ class _Endpoints:
         return Response(self._service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def reset(self, request: Request) -> Response:
-        await asyncio.wrap_future(self._service.engine.call(self._service.engine.pool.clear))
+        await asyncio.wrap_future(self._service.engine.call(self._service.engine.scheduler.clear))
         return Response()
 
     async def blocks(self, request: Request) -> Response:
@@ -158,6 +159,24 @@ class _Endpoints:
         ]
         return _json({"block_size": pool.block_size, "block_bytes": self._service.block_bytes, "blocks": blocks})
 
+    async def check(self, request: Request) -> Response:
+        scheduler = self._service.engine.scheduler
+
+        def look() -> dict[str, int]:
+            scheduler.check()
+            return {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "used_blocks": scheduler.used_blocks,
+                "loaded_blocks": scheduler.loaded_blocks,
+                "failed_blocks": scheduler.failed_blocks,
+            }
+
+        try:
+            return _json(await asyncio.wrap_future(self._service.engine.call(look)))
+        except AssertionError as error:
+            return _error(500, str(error) or "an assertion without words", "server_error", code="broken_law")
+
     async def _generate(
         self, request: Request, body: ChatRequest | CompletionRequest, prompts: list[list[int]], *, chat: bool
     ) -> Response:
@@ -170,8 +189,10 @@ class _Endpoints:
             [body.params(len(prompt), service.max_model_len, choice) for choice in range(body.n or 1)]
             for prompt in prompts
         ]
-        generation = Generation(service.engine, prompts, params, body.cache_salt)
-        answer = Answer(generation, request.scope["request_id"], service.model, chat=chat)
+        request_id = request.scope["request_id"]
+        hint = body.kv_transfer_params.prefix_gateway if body.kv_transfer_params else None
+        generation = Generation(service.engine, prompts, params, body.cache_salt, request_id, hint)
+        answer = Answer(generation, request_id, service.model, chat=chat)
         if body.stream:
             include_usage = bool(body.stream_options and body.stream_options.include_usage)
             return _Stream(generation, answer.stream(include_usage))

@@ -25,6 +25,7 @@ class Settings:
     max_num_seqs: int = 64
     kv_events_endpoint: str | None = None
     kv_replay_endpoint: str | None = None
+    kv_socket: str | None = None
     seed: int = 0
     debug: bool = False
     verbose: bool = False
@@ -39,6 +40,10 @@ def _positive(text: str) -> int:
 
 def _endpoint(text: str) -> str | None:
     return None if text in ("", "none") else text
+
+
+def _path(text: str) -> str | None:
+    return text or None
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -63,8 +68,9 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     add("--max-num-seqs", type=_positive, default=64, help="sequences computed at a time at most")
     add("--kv-events-endpoint", type=_endpoint, default="tcp://127.0.0.1:5557", help="ZMQ PUB address, or none")
     add("--kv-replay-endpoint", type=_endpoint, default="tcp://127.0.0.1:5657", help="ZMQ ROUTER address, or none")
+    add("--kv-socket", type=_path, help="Unix socket of the agent that keeps KV outside the engine (default: none)")
     add("--seed", type=int, default=0, help="seed of requests that bring none")
-    add("--debug", action="store_true", help="serve /debug/blocks")
+    add("--debug", action="store_true", help="serve /debug/blocks and /debug/check")
     add("--quiet", dest="verbose", action="store_false", default=False, help="log one line at start (the default)")
     add("--verbose", action="store_true", default=False, help="log every request")
     return Settings(**vars(parser.parse_args(arguments)))

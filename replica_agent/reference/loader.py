@@ -1,0 +1,179 @@
+"""Asks the agent for blocks and copies them in, behind the compute thread's back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvstore import engine_messages as wire
+from replica_agent.engines.errors import PoolGone
+from replica_agent.engines.pool_client import PoolClient
+from replica_agent.reference.block_memory import BlockMemory
+from replica_agent.reference.connector import Search
+
+_log = logging.getLogger(__name__)
+
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.01
+_PIECE = 16
+"""Blocks copied for one search before the others are looked at."""
+
+
+class Loader:
+    """Owns the searches under way and the thread that takes each from question to release.
+
+    `notify` is called from the thread whenever a search is decided or done; it must not wait.
+    """
+
+    def __init__(self, memory: BlockMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self.notify: Callable[[], object] = lambda: None
+        self._memory = memory
+        self._clock = clock
+        self._courses: dict[str, _Course] = {}
+        self._changed = threading.Condition()
+        self._woken = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-load", daemon=True)
+        self._thread.start()
+
+    def begin(self, search: Search, client: PoolClient) -> bool:
+        """Take up a search. False when one under the same request id is not over: they could not be told apart."""
+        with self._changed:
+            if search.request in self._courses:
+                return False
+            self._courses[search.request] = _Course(search, client, self._memory, self._clock)
+            self._woken = True
+            self._changed.notify()
+        return True
+
+    def wake(self) -> None:
+        """A search has been ended, or given its blocks."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; searches that are not done stay so. The link has been closed, so it waits for no answer."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while courses := self._due():
+            for course in courses:
+                decided = course.advance()
+                if course.over:
+                    with self._changed:
+                        del self._courses[course.search.request]
+                if decided:
+                    self.notify()
+
+    def _due(self) -> list[_Course]:
+        """Wait until something is to be done. [] when closing."""
+        with self._changed:
+            while not self._closing:
+                now = self._clock()
+                woken, self._woken = self._woken, False
+                due = [each for each in self._courses.values() if each.due <= now or (woken and each.stirred)]
+                if due:
+                    return due
+                first = min((course.due for course in self._courses.values()), default=None)
+                self._changed.wait(None if first is None else max(0.0, first - now))
+            return []
+
+
+class _Course:
+    """How far one search is with the agent: to be asked, asked, ready, over. The loader's thread alone uses it."""
+
+    def __init__(self, search: Search, client: PoolClient, memory: BlockMemory, clock: Callable[[], float]) -> None:
+        self.search = search
+        self.over = False
+        self.due = self._began = clock()
+        self._client = client
+        self._memory = memory
+        self._clock = clock
+        self._asked = False
+        self._slots: Sequence[int] | None = None
+        self._copy_s = 0.0
+
+    @property
+    def stirred(self) -> bool:
+        """Whether the compute thread has done something about it."""
+        return self.search.ended or (self._slots is not None and self.search.blocks is not None)
+
+    def advance(self) -> bool:
+        """Do what can be done now. Whether the compute thread should look at the search."""
+        search = self.search
+        before = search.found, search.done
+        try:
+            if search.ended or search.done or self._clock() >= search.deadline:
+                self._leave()
+            elif self._slots is None:
+                self._ask()
+            elif search.blocks is not None:
+                self._copy(search.blocks)
+            else:
+                self.due = search.deadline
+        except PoolGone as error:
+            _log.debug("request %s: %s", search.request, error)
+            self._end()
+        return (search.found, search.done) != before
+
+    def _ask(self) -> None:
+        search = self.search
+        answer: wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing
+        if self._asked:
+            answer = self._client.poll(search.request)
+        else:
+            self._asked = True
+            answer = self._client.prepare(search.request, search.keys, search.cached, search.tokens, search.hint)
+        now = self._clock()
+        match answer:
+            case wire.Accepted() if answer.blocks > 0:
+                search.accept(min(answer.blocks, len(search.keys)), now + answer.deadline_s + wire.DECISION_S)
+            case wire.Ready() if search.found is not None:
+                self._slots = answer.slots[: search.found]
+                self.due = now
+                return
+            case wire.Pending() | wire.Loading():
+                pass
+            case wire.Nothing():
+                self._end()
+                return
+            case _:
+                # No block accepted, or some ready that were not: nothing that can be used.
+                self._leave()
+                return
+        # A small share of what it has taken so far: quick for what is quick, and few questions for what is not.
+        self.due = min(now + min(max((now - self._began) / 8, _FIRST_POLL_S), _LONGEST_POLL_S), search.deadline)
+
+    def _copy(self, blocks: Sequence[int]) -> None:
+        assert self._slots is not None
+        search, slots, client = self.search, self._slots, self._client
+        wanted = min(len(blocks), len(slots) - search.skip)
+        began = self._clock()
+        try:
+            for _ in range(min(_PIECE, wanted - search.loaded)):
+                if not search.copy(lambda number, block: self._memory.write(block, client.slot(slots[number]))):
+                    break
+        finally:
+            self._copy_s += self._clock() - began
+        if search.loaded >= wanted:
+            # The compute thread first, the agent can wait.
+            search.finish()
+        self.due = self._clock()
+
+    def _leave(self) -> None:
+        """Give everything back, whatever has become of the search."""
+        if self._slots is not None:
+            self._client.release(self.search.request, self.search.end(), self._copy_s)
+        elif self._asked:
+            self._client.cancel(self.search.request)
+        self._end()
+
+    def _end(self) -> None:
+        self.search.finish()
+        self.over = True
