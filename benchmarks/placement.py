@@ -3,7 +3,8 @@
     python benchmarks/placement.py [--json]
 
 Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
-the ring and the cost terms all run. `place` decides, `placed` commits (traffic, claim) and its claim is released.
+the ring and the cost terms all run. `place` decides, `placed` commits (traffic, claim) and its claim is released. With
+`pools` every agent has a pool that holds what its engine holds, so that every replica but one is offered a fetch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.placement.placer import Placer
-from kvstore.messages import ROOT_PARENT, Tier
+from kvstore.cost import LinkEstimate
+from kvstore.messages import ROOT_PARENT, FetchState, Tier
 
 CASES = [(1, 64), (8, 64), (8, 512), (8, 6250), (64, 64), (64, 6250), (256, 64)]
 
 
-def measure(replicas: int, units: int) -> dict[str, float]:
+POOL = FetchState(namespace="n", acts=True, slots=100_000, link=LinkEstimate(0.002, 25e9), links={})
+
+
+def measure(replicas: int, units: int, pools: bool = False) -> dict[str, float]:
     """Microseconds of CPU per `place` and per `placed` + `release`."""
     rng = random.Random(0)
     index = PrefixIndex()
@@ -39,7 +44,8 @@ def measure(replicas: int, units: int) -> dict[str, float]:
         replica = f"replica-{i}"
         index.add_replica(replica)
         held = base if i == replicas // 2 else base[: units // 4]
-        index.store(replica, Tier.HBM, held, [ROOT_PARENT, *held[:-1]])
+        for tier in (Tier.HBM, Tier.DRAM)[: 1 + pools]:
+            index.store(replica, tier, held, [ROOT_PARENT, *held[:-1]])
         views.append(
             ReplicaView(
                 id=replica,
@@ -49,6 +55,8 @@ def measure(replicas: int, units: int) -> dict[str, float]:
                 prefill_tokens_per_s=30_000.0,
                 capacity_blocks=40_000,
                 held_blocks=39_000,
+                block_bytes=1 << 21,
+                fetch=POOL if pools else None,
             )
         )
     placer.place(prompts[0], views)
@@ -72,13 +80,17 @@ def main() -> None:
     options = parser.parse_args()
     if not options.json:
         print(f"Python {platform.python_version()}, {platform.machine()}; CPU microseconds")
-        print(f"{'replicas':>8}  {'tokens':>7}  {'place':>8}  {'placed':>8}")
+        print(f"{'replicas':>8}  {'tokens':>7}  {'place':>8}  {'placed':>8}  {'pools':>8}")
     for replicas, units in CASES:
         result = measure(replicas, units)
+        result["place_pools_us"] = measure(replicas, units, pools=True)["place_us"]
         if options.json:
             print(json.dumps({"replicas": replicas, "tokens": units * 16, **result}))
         else:
-            print(f"{replicas:>8}  {units * 16:>7}  {result['place_us']:>8.0f}  {result['placed_us']:>8.0f}")
+            print(
+                f"{replicas:>8}  {units * 16:>7}  {result['place_us']:>8.0f}  {result['placed_us']:>8.0f}"
+                f"  {result['place_pools_us']:>8.0f}"
+            )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from gateway.api.openai import PublicApp
 from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.fetches import Fetches
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.identity.identifier import Identifier
@@ -49,11 +50,20 @@ class Gateway:
         index = PrefixIndex()
         ledger = Ledger(index)
         self._history = History(ledger)
-        placer = Placer(index, PlacementSettings(eps=settings.placement.epsilon))
+        placer = Placer(
+            index,
+            PlacementSettings(
+                eps=settings.placement.epsilon,
+                fetch=settings.fetch.enabled,
+                fetch_margin=settings.fetch.margin,
+                fetch_max_deadline_s=settings.fetch.max_deadline_ms / 1_000,
+            ),
+        )
         health = EngineHealth(self._control, on_down=placer.restarted)
-        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._control)
-
         metrics = GatewayMetrics()
+        fetches = Fetches([replica.id for replica in settings.replicas], metrics.fetch_done)
+        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._control, fetches)
+
         receipts = Receipts(settings.telemetry.receipts)
         identify = Identify(self._identifier, self.fleet)
         place = Place(placer, self.fleet, allow_pinning=settings.placement.allow_pinning)
@@ -64,6 +74,7 @@ class Gateway:
             place,
             RetryBudget(limits.retry_budget),
             observe_usage=settings.telemetry.observe_usage,
+            agent_token=settings.agent_token,
         )
         account = Account(self.fleet, place, self._profiles, metrics, receipts)
         self.admission = Admission(self.fleet, limits)
@@ -73,7 +84,7 @@ class Gateway:
         explain = Explain(identify, placer, self.fleet)
         self.public = PublicApp(path, self.fleet)
         self.admin = AdminApp(
-            self.fleet, index, ledger, self._identifier, self._history, receipts, explain, metrics.registry
+            self.fleet, index, ledger, self._identifier, self._history, receipts, fetches, explain, metrics.registry
         )
 
     @contextlib.asynccontextmanager

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-_PROCESSES = {"agent": "replica_agent", "engine": "replica_agent.reference"}
+_PROCESSES = {"agent": "replica_agent", "engine": "replica_agent.reference", "bench": "replica_agent.bench"}
 """Subcommands that are programs of their own: started as processes, never imported."""
 
 
@@ -67,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--top", type=int, default=10, help="shared prefixes to list")
     report.add_argument("--json", action="store_true", help="the report as JSON")
     report.set_defaults(run=_report)
+
+    plan = commands.add_parser("plan", help="what a model's KV costs: per GPU, and to fetch or to recompute")
+    from gateway.plan.options import add_options as add_plan_options
+
+    add_plan_options(plan)
+    plan.set_defaults(run=_plan)
 
     for name, module in _PROCESSES.items():
         commands.add_parser(name, help=f"run python -m {module}; see its --help", add_help=False)
@@ -112,6 +118,11 @@ def _demo(options: argparse.Namespace) -> int:
     from gateway.demo.run import run
 
     return run(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    print(options.plan(options))
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

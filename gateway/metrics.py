@@ -24,14 +24,19 @@ if TYPE_CHECKING:
     from gateway.fleet.model_profiles import ModelProfiles
     from gateway.identity.identifier import Identifier
     from gateway.path.account import Receipt
+    from kvstore.messages import FetchRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nobody asked for
 
+FETCH_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class GatewayMetrics:
-    """Counters fed by finished requests. Owns its registry, so that several gateways can live in one process."""
+    """Counters fed by finished requests and fetches.
+
+    Owns its registry, so that several gateways can live in one process.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -76,10 +81,32 @@ class GatewayMetrics:
             buckets=TTFT_BUCKETS,
             registry=self.registry,
         )
+        self._fetches = Counter(
+            "prefix_gateway_fetches",
+            "Fetches that agents reported, whichever gateway asked for them, by outcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._fetch_bytes = Counter(
+            "prefix_gateway_fetch_bytes", "KV that was read from peers, in bytes.", registry=self.registry
+        )
+        self._fetch_seconds = Histogram(
+            "prefix_gateway_fetch_seconds",
+            "From the hint to the last block in the engine, where blocks came from a peer.",
+            buckets=FETCH_BUCKETS,
+            registry=self.registry,
+        )
 
     def watch(self, fleet: Fleet, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles) -> None:
         """Export the state of these at every scrape."""
         self.registry.register(_StateCollector(fleet, ledger, identifier, profiles))
+
+    def fetch_done(self, record: FetchRecord) -> None:
+        """Count one fetch that ended."""
+        self._fetches.labels(record.outcome).inc()
+        self._fetch_bytes.inc(record.moved * record.block_bytes)
+        if record.moved and record.loaded:
+            self._fetch_seconds.observe(record.total_s)
 
     def request_done(self, receipt: Receipt) -> None:
         """Count one finished request."""

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from gateway.errors import SettingsError
+from kvstore.hint import MAX_DEADLINE_MS
 
 ENV_PREFIX = "PREFIX_GATEWAY_"
 MAX_WEIGHT = 100
@@ -47,11 +48,21 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class PlacementSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`epsilon`: how far above the mean a replica's load may go; `route_seed`: seed of all RouteKeys of a deployment;
-    `allow_pinning`: whether a client may choose its replica with the header `x-gateway-pin`."""
+    `allow_pinning`: whether a client may choose its replica with the header `x-gateway-pin`, and forbid a fetch with
+    `x-gateway-fetch: off`."""
 
     epsilon: float = 1.0
     route_seed: int = 0
     allow_pinning: bool = False
+
+
+class FetchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`enabled`: whether replicas are told to fetch KV from their peers; `margin`: by which share a fetch must be
+    expected to beat recomputing; `max_deadline_ms`: the longest a request may wait for one."""
+
+    enabled: bool = True
+    margin: float = 0.1
+    max_deadline_ms: int = 30_000
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,6 +94,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: ListenSettings = ListenSettings()
     replicas: list[ReplicaSettings] = []
     placement: PlacementSection = PlacementSection()
+    fetch: FetchSettings = FetchSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     agent_token: str = ""
@@ -195,6 +207,13 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"placement.epsilon: must be above 0, got {settings.placement.epsilon}")
     if not 0 <= settings.placement.route_seed < 1 << 64:
         raise SettingsError(f"placement.route_seed: must be in [0, 2**64), got {settings.placement.route_seed}")
+    fetch = settings.fetch
+    if not 0 <= fetch.margin < 1:
+        raise SettingsError(f"fetch.margin: must be at least 0 and below 1, got {fetch.margin}")
+    if not 1 <= fetch.max_deadline_ms <= MAX_DEADLINE_MS:
+        raise SettingsError(
+            f"fetch.max_deadline_ms: must be between 1 and {MAX_DEADLINE_MS}, got {fetch.max_deadline_ms}"
+        )
     limits = settings.limits
     for key in (
         "max_body_bytes",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.fetches import Fetches
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.identity.identifier import Identifier
@@ -21,39 +23,82 @@ from gateway.path.place import Place
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placer import Placer
 from gateway.settings import ReplicaSettings, Settings
+from kvstore.cost import LinkEstimate
+from kvstore.geometry import KvGeometry
 from kvstore.identity import Namespace, token_keys
-from kvstore.messages import Tier
+from kvstore.messages import FetchState, Heartbeat, Hello, Tier
 
 MODEL = "m"
+HELLO = Hello(
+    replica_id="",
+    epoch=1,
+    engine="vllm",
+    engine_version="0.32.0",
+    engine_up=True,
+    models=[MODEL],
+    block_size=16,
+    capacity_blocks=1000,
+    geometry=KvGeometry(layers=8, kv_heads=1, head_dim=32, dtype="bfloat16"),
+    identity_modes=["exact"],
+    route_seed_check=0,
+)
+BEAT = Heartbeat(
+    epoch=1,
+    seq=0,
+    engine_up=True,
+    running=0,
+    waiting=0,
+    queued_prefill_tokens=0,
+    prefill_tokens_per_s=None,
+    kv_usage=0.0,
+    capacity_blocks=1000,
+    blocks=0,
+    digest=0,
+)
 
 
 class Parts:
     """A fleet of replicas that count as probed and reporting, and the steps that place and account."""
 
-    def __init__(self, replicas: int = 3, *, allow_pinning: bool = False, receipts: int = 10) -> None:
+    def __init__(
+        self, replicas: int = 3, *, allow_pinning: bool = False, receipts: int = 10, engines: Sequence[str] = ()
+    ) -> None:
+        urls = engines or [f"http://127.0.0.1:{at + 1}" for at in range(replicas)]
         self.settings = Settings(
             replicas=[
-                ReplicaSettings(id=f"replica-{at}", engine=f"http://127.0.0.1:{at + 1}", agent="http://127.0.0.1:9")
-                for at in range(replicas)
+                ReplicaSettings(id=f"replica-{at}", engine=url, agent=f"http://127.0.0.1:{9000 + at}")
+                for at, url in enumerate(urls)
             ]
         )
         self.client = httpx.AsyncClient(trust_env=False)
         self.index = PrefixIndex()
         self.placer = Placer(self.index)
         self.profiles = ModelProfiles(Identifier(seed=0), self.client, 0)
-        health = EngineHealth(self.client, on_down=self.placer.restarted)
-        self.fleet = Fleet(self.settings, self.index, Ledger(self.index), self.profiles, health, self.client)
+        self.health = EngineHealth(self.client, on_down=self.placer.restarted)
+        self.metrics = GatewayMetrics()
+        self.fetches = Fetches([replica.id for replica in self.settings.replicas], self.metrics.fetch_done)
+        ledger = Ledger(self.index)
+        self.fleet = Fleet(self.settings, self.index, ledger, self.profiles, self.health, self.client, self.fetches)
         for replica in self.fleet.replicas.values():
             replica.engine_up, replica.models, replica.reporting = True, {MODEL: {"id": MODEL}}, True
-        self.metrics = GatewayMetrics()
         self.receipts = Receipts(receipts)
         self.place = Place(self.placer, self.fleet, allow_pinning=allow_pinning)
         self.account = Account(self.fleet, self.place, self.profiles, self.metrics, self.receipts, now=lambda: 1_000.0)
 
-    def hold(self, replica: str, keys: Iterable[int]) -> None:
-        """`replica` reports that it holds this chain."""
+    def hold(self, replica: str, keys: Iterable[int], *tiers: Tier) -> None:
+        """`replica` reports that it holds this chain, in HBM if nothing else is said."""
         chain = list(keys)
-        self.index.store(replica, Tier.HBM, chain, [0, *chain[:-1]])
+        for tier in tiers or (Tier.HBM,):
+            self.index.store(replica, tier, chain, [0, *chain[:-1]])
+
+    def pool(self, replica: str, *, namespace: str = "n", acts: bool = True) -> None:
+        """`replica` reports that its agent has a pool: 1 kB a token, and any peer can be read at 100 MB/s."""
+        link = LinkEstimate(0.001, 1e8)
+        told = self.fleet.replicas[replica]
+        told.hello = msgspec.structs.replace(HELLO, replica_id=replica)
+        told.heartbeat = msgspec.structs.replace(
+            BEAT, fetch=FetchState(namespace=namespace, acts=acts, slots=100, link=link, links={})
+        )
 
     def loads(self) -> dict[str, tuple[int, int]]:
         """Sequences and tokens in flight of every replica, after checking their law."""

@@ -1,7 +1,8 @@
-"""The operator's application: replicas, receipts, explain, duplication, metrics."""
+"""The operator's application: replicas, receipts, fetches, explain, duplication, metrics."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -15,12 +16,13 @@ from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.report import build_report
 from gateway.errors import RequestError
+from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.identity.identifier import Identifier
 from gateway.path.account import Receipts
 from gateway.placement.index import PrefixIndex
-from kvstore.messages import Tier
+from kvstore.messages import FetchRecord, Tier
 
 
 class AdminApp(FastAPI):
@@ -34,6 +36,7 @@ class AdminApp(FastAPI):
         identifier: Identifier,
         history: History,
         receipts: Receipts,
+        fetches: Fetches,
         explain: Explain,
         registry: CollectorRegistry,
     ) -> None:
@@ -44,12 +47,14 @@ class AdminApp(FastAPI):
         self._identifier = identifier
         self._history = history
         self._receipts = receipts
+        self._fetches = fetches
         self._explain = explain
         self._registry = registry
         self.add_api_route("/health", _health)
         self.add_api_route("/metrics", self._metrics)
         self.add_api_route("/admin/replicas", self._replicas)
         self.add_api_route("/admin/receipts/{request_id:path}", self._receipt)
+        self.add_api_route("/admin/fetches", self._fetched)
         self.add_api_route("/admin/explain", self._explained, methods=["POST"])
         self.add_api_route("/admin/duplication", self._duplication)
         self.add_exception_handler(RequestError, _request_error)
@@ -67,7 +72,26 @@ class AdminApp(FastAPI):
             raise RequestError(
                 404, f"no receipt for {request_id!r}: unknown, or dropped for newer ones", code="not_found"
             )
-        return _json(receipt)
+        told = msgspec.to_builtins(receipt)
+        record = self._fetches.of(request_id)
+        if record is not None and record.failed and receipt.cached_tokens is not None:
+            told["cached_tokens"] = max(0, receipt.cached_tokens - record.failed * record.block_tokens)
+        return _json(told | {"fetched": _record(record) if record is not None else None})
+
+    async def _fetched(self, limit: int = 100) -> Response:
+        found = self._fetches
+        return _json(
+            {
+                "fetches": [_record(record) for record in itertools.islice(found.newest(), max(0, limit))],
+                "totals": {
+                    "by_outcome": {outcome: _totals(totals) for outcome, totals in found.by_outcome.items()},
+                    "by_link": [
+                        {"source": source, "replica": replica} | _totals(totals)
+                        for (source, replica), totals in sorted(found.by_link.items())
+                    ],
+                },
+            }
+        )
 
     async def _explained(self, request: Request) -> Response:
         return _json(await self._explain(await request.body()))
@@ -89,6 +113,8 @@ class AdminApp(FastAPI):
             "routed_by": _routed_by(replica),
             "epoch": beat.epoch if beat and replica.reporting else None,
             "held_blocks": self._index.held_blocks(replica.id, Tier.HBM),
+            "pool_blocks": self._index.held_blocks(replica.id, Tier.DRAM),
+            "fetch": _fetch_state(replica, self._fleet),
             "capacity_blocks": replica.capacity_blocks,
             "block_size": replica.block_size,
             "block_bytes": replica.block_bytes,
@@ -104,6 +130,33 @@ def _routed_by(replica: Replica) -> str:
     if replica.reporting:
         return "reports"
     return "learned" if replica.agent else "ring"
+
+
+def _fetch_state(replica: Replica, fleet: Fleet) -> dict[str, Any]:
+    """What moving KV to and from this replica is like; `state` says it in words."""
+    state = replica.fetch
+    if state is None:
+        why = "its agent has none, or no engine is connected to it" if replica.reporting else "no reports"
+        return {"state": f"no pool: {why}"}
+    others = [other.fetch for other in fleet.replicas.values() if other is not replica]
+    if not state.acts:
+        words = "serves its peers, but only keeps records of what it would fetch"
+    elif any(other is not None and other.namespace == state.namespace for other in others):
+        words = "fetches from its peers"
+    else:
+        words = "nothing to fetch from: no other pool has KV of its namespace"
+    told: dict[str, Any] = msgspec.to_builtins(state)
+    return {"state": words} | told
+
+
+def _record(record: FetchRecord) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(record)
+    return told | {"bytes": record.moved * record.block_bytes, "regret_s": regret_s(record)}
+
+
+def _totals(totals: FetchTotals) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(totals)
+    return told | {"predicted_over_measured": totals.predicted_over_measured}
 
 
 async def _health() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,25 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """`tokens` that came into the engine, `moved` of them from `source`; seconds measured, and expected for computing
+    instead what was missing."""
+
+    outcome: str
+    source: str
+    tokens: int
+    moved: int
+    seconds: float
+    recompute_s: float
+
+
+@dataclass(frozen=True)
 class Answer:
-    """One answered question: what the gateway predicted, what the engine counted, and how long the first token took."""
+    """One answered question: what the gateway predicted, what the engine counted, and how long the first token took.
+
+    `fetched` is what its replica's agent says of blocks that it had to find outside the engine, None where none were
+    asked for.
+    """
 
     document: str
     replica: str
@@ -33,6 +51,8 @@ class Answer:
     cached: int
     prompt_tokens: int
     ttft_s: float
+    text: str
+    fetched: Fetched | None
 
     @property
     def uncached(self) -> int:
@@ -74,8 +94,11 @@ class DemoClient:
     async def ask(
         self, document: Document, question: str, *, pin: str | None = None, max_tokens: int = MAX_TOKENS
     ) -> Answer:
-        """Ask, read the whole answer, and fetch the receipt. Raises DemoError when either is not there."""
-        headers = {"x-gateway-pin": pin} if pin else {}
+        """Ask, read the whole answer, and get the receipt. Raises DemoError when either is not there.
+
+        `pin` plays a load balancer that knows nothing of KV: that replica answers, and is told of no peer.
+        """
+        headers = {"x-gateway-pin": pin, "x-gateway-fetch": "off"} if pin else {}
         body = self._body(document, question, max_tokens)
         async with self._http.stream(
             "POST", f"{self._url}/v1/chat/completions", json=body, headers=headers
@@ -94,17 +117,21 @@ class DemoClient:
             cached=receipt["cached_tokens"],
             prompt_tokens=receipt["prompt_tokens"],
             ttft_s=receipt["ttft_s"],
+            text=_text(answer),
+            fetched=_fetched(receipt["fetched"]),
         )
 
     async def receipt(self, request_id: str) -> dict[str, Any]:
-        """What became of a request; it is written just after the last byte was sent. Raises DemoError."""
+        """What became of a request; it is written just after the last byte was sent, and what came of a fetch when the
+        agent's report is there. Raises DemoError."""
         for _ in range(RECEIPT_TRIES):
             response = await self._http.get(f"{self._admin_url}/admin/receipts/{request_id}")
             if response.status_code == 200:
                 found: dict[str, Any] = response.json()
-                return found
+                if not found["fetch"] or found["fetched"]:
+                    return found
             await asyncio.sleep(0.02)
-        raise DemoError(f"the gateway has no receipt for {request_id}")
+        raise DemoError(f"the gateway has no receipt for {request_id}, or none of its fetch")
 
     async def explain(self, document: Document, question: str) -> dict[str, Any]:
         """Where the question would go now."""
@@ -119,3 +146,23 @@ class DemoClient:
         response = await self._http.get(f"{self._admin_url}{path}")
         response.raise_for_status()
         return response.json()
+
+
+def _text(answer: bytes) -> str:
+    """The words of a streamed chat."""
+    events = [line[6:] for line in answer.decode().splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def _fetched(record: dict[str, Any] | None) -> Fetched | None:
+    if record is None:
+        return None
+    return Fetched(
+        outcome=record["outcome"],
+        source=record["source"],
+        tokens=record["loaded"] * record["block_tokens"],
+        moved=record["moved"] * record["block_tokens"],
+        seconds=record["total_s"],
+        recompute_s=record["predicted_recompute_s"] - record["predicted_rest_s"],
+    )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -55,13 +56,15 @@ class Ports:
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What to start. `engine_flags` go to every engine as they are."""
+    """What to start. `engine_flags` go to every engine as they are; with `pool_bytes` each agent keeps so much KV in
+    shared memory, which its engine reaches over a Unix socket beside the logs."""
 
     ports: Ports
     model: str
     served_name: str
     kv_tokens: int
     engine_flags: Sequence[str] = ()
+    pool_bytes: int = 0
     allow_pinning: bool = True
     log_level: str = "warning"
 
@@ -131,7 +134,8 @@ class Cluster:
                 "--kv-tokens": options.kv_tokens,
                 "--kv-events-endpoint": f"tcp://{HOST}:{ports.events[at]}",
                 "--kv-replay-endpoint": f"tcp://{HOST}:{ports.replays[at]}",
-            },
+            }
+            | self._socket(at),
             "--debug",
             *options.engine_flags,
         )
@@ -149,7 +153,9 @@ class Cluster:
                 "--replica-id": f"replica-{at}",
                 "--kv-events": f"tcp://{HOST}:{ports.events[at]}",
                 "--kv-replay": f"tcp://{HOST}:{ports.replays[at]}",
-            },
+            }
+            | self._socket(at)
+            | ({"--pool-bytes": self.options.pool_bytes} if self.options.pool_bytes else {}),
         )
 
     def start_gateway(self) -> None:
@@ -177,8 +183,8 @@ class Cluster:
         self.start_gateway()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until every replica is up, reports, and is identified exactly. Raises PartDied when one dies or it takes
-        longer."""
+        """Until every replica is up, reports, has its pool if any, and is identified exactly. Raises PartDied when one
+        dies or it takes longer."""
         deadline = time.monotonic() + timeout_s
         state = "the gateway does not answer"
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -190,13 +196,17 @@ class Cluster:
                 except httpx.HTTPError:
                     await asyncio.sleep(0.1)
                     continue
-                ready = [each for each in found["replicas"] if each["engine_up"] and each["reporting"]]
+                ready = [each for each in found["replicas"] if self._is_ready(each)]
                 identity = found["identity"].get(self.options.served_name, {})
                 if len(ready) == self.count and identity.get("mode") == "exact":
                     return
                 state = f"{len(ready)} of {self.count} replicas ready, identity: {identity}"
                 await asyncio.sleep(0.1)
         raise PartDied(f"not ready after {timeout_s:.0f} s: {state}")
+
+    def _is_ready(self, replica: Mapping[str, Any]) -> bool:
+        pooled = not self.options.pool_bytes or "namespace" in replica["fetch"]
+        return bool(replica["engine_up"] and replica["reporting"] and pooled)
 
     def check_alive(self) -> None:
         """Raises PartDied with the last words of a process that has ended."""
@@ -240,6 +250,9 @@ class Cluster:
             if not _is_free(port):
                 found.append(f"port {port} ({flag})")
         return found
+
+    def _socket(self, at: int) -> dict[str, object]:
+        return {"--kv-socket": Path(self._logs.name) / f"kv-{at}.sock"} if self.options.pool_bytes else {}
 
     def _start(self, name: str, module: str, flags: Mapping[str, object], *arguments: str) -> None:
         valued = [word for flag, value in flags.items() for word in (flag, str(value))]

@@ -22,6 +22,8 @@ from gateway.duplication.report import DuplicationReport, render_text
 READY_S = 180.0
 KV_TOKENS = {"smollm2": 4_000, "tiny": 6_000}
 """Room for two documents and their questions: 1,500 tokens a document, 2,400 in the tiny model's own tokenizer."""
+POOL_BYTES = 256 * 1024 * 1024
+"""Of shared memory for each agent, where the system has it, taken as it fills: room for all documents."""
 BURST_TOKENS = {"smollm2": 48, "tiny": 200}
 """A few seconds of decoding for each model."""
 
@@ -35,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
             model=options.model,
             served_name=options.model if options.model in ("smollm2", "tiny") else os.path.basename(options.model),
             kv_tokens=options.kv_tokens or KV_TOKENS.get(options.model, KV_TOKENS["smollm2"]),
+            pool_bytes=POOL_BYTES if hasattr(os, "memfd_create") else 0,
         )
     )
     interruption = Interruption()
@@ -142,7 +145,7 @@ async def _scenario(
     screen.title("What happened")
     screen.line(_story(scattered, routed, spill))
     screen.title("Checked")
-    verdicts = judge(scattered, routed, spill)
+    verdicts = judge(scattered, routed, spill, pools=cluster.options.pool_bytes > 0)
     for verdict in verdicts:
         screen.verdict(verdict.ok, verdict.text)
     return all(verdict.ok for verdict in verdicts)
@@ -160,12 +163,25 @@ def _story(scattered: Phase, routed: Phase, spill: Spill) -> str:
     saved = scattered.uncached_followups / max(1, routed.uncached_followups)
     return (
         f"  Scattered, the {len(scattered.followups)} follow-up questions made the engines compute "
-        f"{scattered.uncached_followups:,} prompt tokens, although each document had been read before: another replica "
-        f"had it, or it had been pushed out by a copy of something else. {mib(scattered.recount.ledger_bytes)} of KV "
-        f"were held more than once. Routed, the same questions cost {routed.uncached_followups:,} tokens ({saved:.0f} "
-        f"times fewer), the median first token came after {routed.ttft_s * 1000:.0f} ms instead of "
-        f"{scattered.ttft_s * 1000:.0f} ms, and {mib(routed.recount.ledger_bytes)} were held more than once. When "
-        f"{len(spill.burst)} questions about {spill.document} came at once, {spill.home} took as many as its bound "
-        f"allows and {len(spill.spilled)} spilled to {spill.next}, the next on the ring; the question after the burst "
-        f"went to {spill.after.replica} again."
+        f"{scattered.uncached_followups:,} prompt tokens, although each document had been read before, by another "
+        f"replica. {mib(scattered.recount.ledger_bytes)} of KV were held more than once. Routed, the same questions "
+        f"cost {routed.uncached_followups:,} tokens ({saved:.0f} times fewer), the median first token came after "
+        f"{routed.ttft_s * 1000:.0f} ms instead of {scattered.ttft_s * 1000:.0f} ms, and "
+        f"{mib(routed.recount.ledger_bytes)} were held more than once. When {len(spill.burst)} questions about "
+        f"{spill.document} came at once, {spill.home} took as many as its bound "
+        f"allows and {len(spill.spilled)} spilled to {spill.next}, the next on the ring. {_fetch_story(spill)} The "
+        f"question after the burst went to {spill.after.replica} again."
+    )
+
+
+def _fetch_story(spill: Spill) -> str:
+    fetches = spill.fetches
+    if not fetches:
+        return "It computed the document once more."
+    moved, seconds, instead = (
+        sum(getattr(each, name) for each in fetches) for name in ("moved", "seconds", "recompute_s")
+    )
+    return (
+        f"It did not compute the document: its agent read {moved:,} tokens of KV from {spill.home} in "
+        f"{seconds * 1000:.0f} ms, where computing them was expected to take {instead * 1000:.0f} ms."
     )

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 import httpx
 
-from gateway.demo.client import Answer, DemoClient, DemoError
+from gateway.demo.client import Answer, DemoClient, DemoError, Fetched
 from gateway.demo.questions import DOCUMENTS, Document
 from gateway.demo.recount import Recount, recount
 from gateway.demo.screen import Screen
 
 BURST = 10
 """Questions about one document at once."""
+
+COMPARED = "Name the topic of the document."
+"""Asked of two replicas after the burst. No document's own question begins like it, so that both have the same blocks
+of the prompt and compute the same tokens in the same steps: with equal KV the words are equal, in any precision."""
 
 QUIET_S = 10.0
 
@@ -44,18 +48,28 @@ class Phase:
 
 @dataclass(frozen=True)
 class Spill:
-    """The burst on one document: its home, who answered, and where the question after it went."""
+    """The burst on one document: its home, who answered, and where the question after it went.
+
+    `compared` are answers to one more question, first by home, which computed the document, then by the next, which
+    fetched it; nothing else was running.
+    """
 
     document: str
     home: str
     next: str
     burst: Sequence[Answer]
     after: Answer
+    compared: tuple[Answer, Answer]
 
     @property
     def spilled(self) -> list[Answer]:
         """The burst's answers that did not come from the home."""
         return [answer for answer in self.burst if answer.replica != self.home]
+
+    @property
+    def fetches(self) -> list[Fetched]:
+        """What the spilled ones read from home; those that came while it was under way waited for it."""
+        return [each.fetched for each in self.spilled if each.fetched is not None and each.fetched.moved]
 
 
 @dataclass
@@ -114,17 +128,20 @@ class Scenario:
         for answer in burst:
             self.screen.answer(answer)
         after = await self._ask(document, document.questions[1], None)
-        return Spill(document.name, home, following, burst, after)
+        compared = (await self._ask(document, COMPARED, home), await self._ask(document, COMPARED, following))
+        return Spill(document.name, home, following, burst, after, compared)
 
     async def _empty_caches(self) -> None:
         for engine in self.engines:
             (await self.http.post(f"{engine}/reset_prefix_cache")).raise_for_status()
         for _ in range(int(QUIET_S / 0.05)):
             found = await self.client.get("/admin/replicas")
-            if not any(replica["held_blocks"] for replica in found["replicas"]):
+            if not any(replica["held_blocks"] or replica["pool_blocks"] for replica in found["replicas"]):
                 return
             await asyncio.sleep(0.05)
         raise DemoError("the caches were reset, but the gateway still counts blocks as held")
 
     async def _ledger_bytes(self) -> int:
-        return int((await self.client.get("/admin/duplication?top=0"))["excess_bytes"])
+        """Of the engines' own memory: what the agents' pools hold besides is a tier of its own."""
+        report = await self.client.get("/admin/duplication?top=0")
+        return sum(int(model["excess_bytes"]) for model in report["models"] if model["tier"] == "hbm")

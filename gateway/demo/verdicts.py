@@ -10,6 +10,9 @@ from gateway.demo.screen import mib
 FEWER = 3
 """Routed follow-ups must cost at most this fraction (1/3) of the scattered ones."""
 
+FEW = 10
+"""A question whose document is there computes at most this fraction (1/10) of its prompt."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -19,8 +22,8 @@ class Verdict:
     text: str
 
 
-def judge(scattered: Phase, routed: Phase, spill: Spill) -> list[Verdict]:
-    """All verdicts, in the order of the scenario."""
+def judge(scattered: Phase, routed: Phase, spill: Spill, *, pools: bool) -> list[Verdict]:
+    """All verdicts, in the order of the scenario; without pools nothing can have been fetched."""
     return [
         Verdict(
             routed.uncached_followups * FEWER <= scattered.uncached_followups,
@@ -28,7 +31,9 @@ def judge(scattered: Phase, routed: Phase, spill: Spill) -> list[Verdict]:
             f"{scattered.uncached_followups:,} scattered (at most 1/{FEWER})",
         ),
         *(_recounted(phase) for phase in (scattered, routed)),
-        *_spilled(spill),
+        _spilled(spill),
+        *(_fetched(spill) if pools else ()),
+        Verdict(spill.after.replica == spill.home, f"the question after the burst came home to {spill.after.replica}"),
     ]
 
 
@@ -40,12 +45,32 @@ def _recounted(phase: Phase) -> Verdict:
     )
 
 
-def _spilled(spill: Spill) -> list[Verdict]:
+def _spilled(spill: Spill) -> Verdict:
     where = {answer.replica for answer in spill.spilled}
+    return Verdict(
+        where == {spill.next} and len(spill.spilled) < len(spill.burst),
+        f"{len(spill.spilled)} of {len(spill.burst)} spilled from {spill.home} to {spill.next}, the ring's next",
+    )
+
+
+def _fetched(spill: Spill) -> list[Verdict]:
+    """None of those that spilled computed the document, and with the KV of home the next one says what home says."""
+    fetches, computed = spill.fetches, sum(answer.uncached for answer in spill.spilled)
+    moved, seconds, instead = (
+        sum(getattr(each, name) for each in fetches) for name in ("moved", "seconds", "recompute_s")
+    )
+    home, following = spill.compared
     return [
         Verdict(
-            where == {spill.next} and len(spill.spilled) < len(spill.burst),
-            f"{len(spill.spilled)} of {len(spill.burst)} spilled from {spill.home} to {spill.next}, the ring's next",
+            bool(fetches)
+            and all(each.source == spill.home for each in fetches)
+            and all(answer.uncached * FEW <= answer.prompt_tokens for answer in spill.spilled),
+            f"they computed {computed:,} tokens: {moved:,} were fetched from {spill.home} in {seconds * 1000:.0f} ms; "
+            f"computing them was expected to take {instead * 1000:.0f} ms",
         ),
-        Verdict(spill.after.replica == spill.home, f"the question after the burst came home to {spill.after.replica}"),
+        Verdict(
+            home.text == following.text and home.cached == following.cached > 0,
+            f"{home.replica}, which computed the document, and {following.replica}, which fetched it, say the same: "
+            f"{home.text!r}",
+        ),
     ]

@@ -10,6 +10,7 @@ import httpx
 
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.fetches import Fetches
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
@@ -35,6 +36,7 @@ class Fleet:
         profiles: ModelProfiles,
         health: EngineHealth,
         client: httpx.AsyncClient,
+        fetches: Fetches,
     ) -> None:
         self._index = index
         self._ledger = ledger
@@ -54,6 +56,7 @@ class Fleet:
                     route_seed=settings.placement.route_seed,
                     on_hello=self._register,
                     on_model_files=profiles.learn,
+                    on_fetch=fetches.add,
                 )
 
     async def run(self) -> None:

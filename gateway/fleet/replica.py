@@ -10,7 +10,7 @@ from gateway.fleet.inflight import InFlight
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import ReplicaSettings
 from kvstore.identity import UNIT_TOKENS
-from kvstore.messages import Heartbeat, Hello
+from kvstore.messages import FetchState, Heartbeat, Hello
 
 
 class Replica:
@@ -52,6 +52,11 @@ class Replica:
             return self.heartbeat.capacity_blocks
         return self.hello.capacity_blocks if self.hello else 0
 
+    @property
+    def fetch(self) -> FetchState | None:
+        """What its agent's pool can do; None without a pool, or while nobody vouches for one."""
+        return self.heartbeat.fetch if self.heartbeat is not None and self.reporting else None
+
     def view(self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float) -> ReplicaView:
         """What the placer is told about this replica now."""
         return ReplicaView(
@@ -64,4 +69,6 @@ class Replica:
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,
             held_blocks=held_blocks,
+            block_bytes=self.block_bytes,
+            fetch=self.fetch,
         )

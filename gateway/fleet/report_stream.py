@@ -19,6 +19,7 @@ from kvstore.identity import Namespace, unpack_keys
 from kvstore.messages import (
     PROTOCOL_VERSION,
     Delta,
+    FetchRecord,
     FrameReader,
     Heartbeat,
     Hello,
@@ -69,6 +70,7 @@ class ReportStream:
         route_seed: int,
         on_hello: Callable[[Replica, Hello], None],
         on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]],
+        on_fetch: Callable[[FetchRecord], None],
     ) -> None:
         self.replica_id = replica.id
         self._replica = replica
@@ -79,6 +81,7 @@ class ReportStream:
         self._seed_check = Namespace("").root(route_seed)
         self._on_hello = on_hello
         self._on_model_files = on_model_files
+        self._on_fetch = on_fetch
         self._parts: list[Snapshot] = []
         self._epoch = -1
         self._seq = -1
@@ -149,6 +152,11 @@ class ReportStream:
         return headers
 
     def _apply(self, report: Report) -> None:
+        if isinstance(report, FetchRecord):  # says nothing about what is held
+            if report.replica != self._replica.id:
+                raise ProtocolError(f"a fetch of replica {report.replica!r} in the reports of {self._replica.id!r}")
+            self._on_fetch(report)
+            return
         if isinstance(report, Snapshot):
             self._collect(report)
             return

@@ -14,12 +14,14 @@ from gateway.identity.prompt import IdentityMode
 from gateway.metrics import GatewayMetrics
 from gateway.path.exchange import Exchange
 from gateway.path.place import Place
+from gateway.placement.placement import FetchPlan
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided about a request and what came of it. Times are seconds, `at` is Unix time.
 
-    `cached_tokens` is the engine's own figure, None where it gave none; `ttft_s` is the first byte of the body.
+    `cached_tokens` is the engine's own figure, None where it gave none; `ttft_s` is the first byte of the body. `fetch`
+    is what the placement asked for; what came of it the replica's agent reports (`gateway.fleet.fetches`).
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None
     predicted_cached_tokens: int | None
     cached_tokens: int | None
+    fetch: FetchPlan | None
     predicted_ttft_s: float | None
     ttft_s: float | None
     duration_s: float
@@ -95,7 +98,10 @@ class Account:
     def _learn(self, exchange: Exchange, receipt: Receipt) -> None:
         assert receipt.replica is not None
         replica = self._fleet.replicas[receipt.replica]
-        alone = exchange.queue_free and len(exchange.tried) == 1 and exchange.stream
+        placement = exchange.placement
+        assert placement is not None
+        moved = placement.fetch is not None or placement.predicted_pool_tokens  # and so not all the time was prefill
+        alone = exchange.queue_free and len(exchange.tried) == 1 and exchange.stream and not moved
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
             self._fleet.speed.observe(replica.id, uncached, receipt.ttft_s)
@@ -123,6 +129,7 @@ class Account:
             prompt_tokens=usage.prompt_tokens if usage else (identity.tokens if identity else None),
             predicted_cached_tokens=placement.predicted_cached_tokens if placement else None,
             cached_tokens=usage.cached_tokens if usage else None,
+            fetch=placement.fetch if placement else None,
             predicted_ttft_s=placement.predicted_ttft_s if placement else None,
             ttft_s=exchange.first_byte_s,
             duration_s=exchange.elapsed(),

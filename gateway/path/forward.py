@@ -13,6 +13,7 @@ from gateway.path import headers
 from gateway.path.body import STRIPPED, Body
 from gateway.path.event_stream import EventRelay
 from gateway.path.exchange import Exchange
+from gateway.path.hint import hint_fields
 from gateway.path.place import Place
 from gateway.path.retry_budget import RetryBudget
 from gateway.path.upstream import Upstream
@@ -40,6 +41,7 @@ class Forward:
         budget: RetryBudget,
         *,
         observe_usage: bool,
+        agent_token: str = "",
     ) -> None:
         self._upstream = upstream
         self._fleet = fleet
@@ -47,16 +49,20 @@ class Forward:
         self._place = place
         self._budget = budget
         self._observe_usage = observe_usage
+        self._agent_token = agent_token
 
     async def forward(self, exchange: Exchange) -> None:
         """Raises RequestError 502-504 when no replica answered; once an answer has begun it is ended here."""
         assert exchange.body is not None
-        body, drop_usage = self._body(exchange.body, exchange.stream)
+        remove, put = self._edits(exchange.body, exchange.stream)
+        drop_usage = bool(put)
         sent_headers = headers.traced(headers.to_engine(exchange.scope["headers"], exchange.request_id))
         self._budget.request()
         while True:
             assert exchange.placement is not None
             replica = self._fleet.replicas[exchange.placement.replica]
+            fields = put | hint_fields(exchange, self._fleet, self._agent_token)
+            body = exchange.body.edited(remove, fields) if remove or fields else exchange.body.raw
             try:
                 response = await self._upstream.send(replica, "POST", exchange.target, sent_headers, body)
             except UpstreamError as error:
@@ -78,8 +84,9 @@ class Forward:
                 await response.aclose()
             return
 
-    def _body(self, body: Body, stream: bool) -> tuple[bytes, bool]:
-        """The body for the engine, and whether the gateway asked for a usage chunk that the client did not ask for."""
+    def _edits(self, body: Body, stream: bool) -> tuple[frozenset[str], dict[str, bytes]]:
+        """Fields to cut out, and those to put in: only `stream_options`, where the gateway asks for a usage chunk that
+        the client did not ask for."""
         remove = STRIPPED & {field.key for field in body.fields}
         put: dict[str, bytes] = {}
         if stream and self._observe_usage:
@@ -93,7 +100,7 @@ class Forward:
             if asked != b"true":
                 options["include_usage"] = msgspec.Raw(b"true")
                 put["stream_options"] = msgspec.json.encode(options)
-        return (body.edited(remove, put) if remove or put else body.raw), bool(put)
+        return remove, put
 
     def _may_retry(self, exchange: Exchange) -> bool:
         untried = {replica.id for replica in self._fleet.serving(exchange.model)} - set(exchange.tried)

@@ -11,6 +11,7 @@ from gateway.path.exchange import Exchange
 from gateway.placement.placer import Placer
 
 PIN_HEADER = b"x-gateway-pin"
+FETCH_HEADER = b"x-gateway-fetch"
 NO_PROMPT = PromptIdentity(mode=IdentityMode.HASH, keys=array("Q"), tokens=0, fallback="no_prompt")
 """Stands for requests without a prompt to reuse, such as embeddings: placed by load."""
 
@@ -28,8 +29,9 @@ class Place:
         identity = exchange.identity or NO_PROMPT
         views = self._fleet.views(exchange.model, identity.mode)
         pinned = self._pinned(exchange) if self._allow_pinning and not exchange.tried else None
+        fetch = not (self._allow_pinning and (FETCH_HEADER, b"off") in exchange.scope["headers"])
         try:
-            placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned)
+            placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned, fetch=fetch)
         except NoReplica as error:
             raise no_replica(f"no replica of {exchange.model!r} is up") from error
         load = self._fleet.replicas[placement.replica].load

@@ -95,6 +95,8 @@ def _span(exchange: Exchange) -> Iterator[None]:
             span.set_attribute("replica", exchange.placement.replica)
             span.set_attribute("reason", exchange.placement.reason)
             span.set_attribute("predicted_cached_tokens", exchange.placement.predicted_cached_tokens)
+            if exchange.placement.fetch is not None:
+                span.set_attribute("fetch_source", exchange.placement.fetch.source)
 
 
 def _child(name: str) -> contextlib.AbstractContextManager[object]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from kvstore.messages import Tier, digest_of
 
@@ -21,6 +21,18 @@ class HoldersListener(Protocol):
 
     def holders_changed(self, key: int, tier: Tier, before: int, after: int, parent: int) -> None:
         """The holders of `key` in `tier` differ by one bit; `parent` is that of the replica which has or had it."""
+
+
+class Runs(NamedTuple):
+    """Longest prefixes of a prompt in units, by replica; a replica that has none is left out.
+
+    `resident`: held in HBM. `usable`: held in HBM and, from where that ends, in the pool of its own agent. `served`:
+    held in that pool from the first block on, which is what a peer can read.
+    """
+
+    resident: dict[str, int]
+    usable: dict[str, int]
+    served: dict[str, int]
 
 
 class _Share:
@@ -190,14 +202,9 @@ class PrefixIndex:
         blocks count, from the first one on: a block whose chain to the root is not held is no hit. One walk for all
         replicas of a block size; it ends where the last of them ends.
         """
-        groups: dict[int, int] = {}
-        for replica, units in block_units.items():
-            share = self._shares.get(replica)
-            if share is not None:
-                groups[units] = groups.get(units, 0) | share.bit
         found: dict[str, int] = {}
         lookup = self._holders[Tier.HBM].get
-        for units, mask in groups.items():
+        for units, mask in self._groups(block_units).items():
             position = 0
             for key in keys if units == 1 else keys[units - 1 :: units]:
                 still = mask & lookup(key, 0)
@@ -213,6 +220,50 @@ class PrefixIndex:
                 for replica in self.replicas_of(mask):
                     found[replica] = position
         return found
+
+    def runs(self, keys: Sequence[int], block_units: Mapping[str, int], pools: Collection[str]) -> Runs:
+        """As `match`, in one walk also over the pools of the agents of `pools`; about twice its price.
+
+        The order of the tiers is the engine's: it takes what its HBM holds, and asks its agent from there on. What
+        stands in HBM again behind that is out of its reach.
+        """
+        found = Runs({}, {}, {})
+        in_hbm, in_pool = self._holders[Tier.HBM].get, self._holders[Tier.DRAM].get
+        pooled = sum(self.bit(replica) for replica in pools)
+        for units, mask in self._groups(block_units).items():
+            near, far, serving = mask, 0, mask & pooled
+            position = 0
+            for key in keys if units == 1 else keys[units - 1 :: units]:
+                hbm, pool = in_hbm(key, 0), in_pool(key, 0)
+                if near & ~hbm or (far | serving) & ~pool:
+                    stay = near & hbm
+                    loads = (far | (near ^ stay) & pooled) & pool
+                    if position:
+                        self._note(found.resident, near ^ stay, position)
+                        self._note(found.usable, (near | far) & ~(stay | loads), position)
+                        self._note(found.served, serving & ~pool, position)
+                    near, far, serving = stay, loads, serving & pool
+                    if not near | far:  # and so nobody serves: what is served is used, too
+                        break
+                position += units
+            if position:
+                self._note(found.resident, near, position)
+                self._note(found.usable, near | far, position)
+                self._note(found.served, serving, position)
+        return found
+
+    def _groups(self, block_units: Mapping[str, int]) -> dict[int, int]:
+        """Masks of the known replicas, by their block size in units."""
+        groups: dict[int, int] = {}
+        for replica, units in block_units.items():
+            share = self._shares.get(replica)
+            if share is not None:
+                groups[units] = groups.get(units, 0) | share.bit
+        return groups
+
+    def _note(self, found: dict[str, int], mask: int, position: int) -> None:
+        for replica in self.replicas_of(mask):
+            found[replica] = position
 
     def check(self) -> None:
         """Asserts that masks, parents and digests are those of the replicas' own key sets."""

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from kvstore.messages import FetchState
+
 
 class Reason(StrEnum):
     """Why a replica was chosen; a bounded set, fit for a metric label."""
@@ -44,7 +46,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running`
     counts sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units;
-    `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content.
+    `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
+    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports.
     """
 
     id: str
@@ -56,15 +59,43 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     block_units: int = 1
     capacity_blocks: int = 0
     held_blocks: int = 0
+    block_bytes: int = 0
+    fetch: FetchState | None = None
+
+
+class FetchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that a replica should read from a peer's pool before it computes.
+
+    `source` holds the first `blocks` engine blocks of the prompt; `tokens` of them, `bytes` in all, are not reported
+    where the request goes, and reading them is expected to take `seconds`. What has not come after `deadline_s` is
+    recomputed. `counted` is False where nothing is expected of it: the replica's agent only keeps records, or requests
+    on their way are believed to bring the same blocks.
+    """
+
+    source: str
+    blocks: int
+    tokens: int
+    bytes: int
+    seconds: float
+    deadline_s: float
+    counted: bool
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's terms in one decision, for `/admin/explain`. Seconds unless the name says otherwise."""
+    """One replica's terms in one decision, for `/admin/explain`. Seconds unless the name says otherwise.
+
+    `cached_tokens` need no computing; `pool_tokens` of them are in the pool of its own agent and not in its HBM. The
+    `fetch_*` fields are those of its `FetchPlan`, "" and 0 without one.
+    """
 
     replica: str
     ring_position: int
     claims: Claims
     cached_tokens: int
+    pool_tokens: int
+    fetch_source: str
+    fetch_tokens: int
+    fetch_s: float
     queue_s: float
     prefill_s: float
     eviction_s: float
@@ -74,12 +105,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The decision. `ring` lists all replicas in this key's ring order, home first; `home` is the replica that would
-    have been chosen without the bounds."""
+    have been chosen without the bounds. `predicted_cached_tokens` includes `predicted_pool_tokens`, which come out of
+    the pool of the replica's own agent, and what `fetch` brings, where that is counted on."""
 
     replica: str
     reason: Reason
     home: str
     ring: list[str]
     predicted_cached_tokens: int
+    predicted_pool_tokens: int = 0
     predicted_ttft_s: float
+    fetch: FetchPlan | None = None
     candidates: list[Candidate]

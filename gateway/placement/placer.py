@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
 import xxhash
 
 from gateway.errors import NoReplica
@@ -12,29 +13,13 @@ from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.adaptive_key import AdaptiveKey, Split, boundary_at_most
 from gateway.placement.bounds import Bounds
 from gateway.placement.claims import Claim, LearnedClaims, PendingClaims
-from gateway.placement.cost import CostModel, Terms
-from gateway.placement.index import PrefixIndex
-from gateway.placement.placement import Candidate, Claims, Placement, Reason, ReplicaView
+from gateway.placement.cost import CostModel
+from gateway.placement.index import PrefixIndex, Runs
+from gateway.placement.option import Option, Reported
+from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
 from gateway.placement.ring import HashRing
 from gateway.placement.settings import PlacementSettings
 from kvstore.identity import UNIT_TOKENS
-
-
-class _Option:
-    """One replica while a decision is made. `rank_s` is what replicas are compared by; see `Placer`."""
-
-    __slots__ = ("blocks", "cached", "claims", "rank_s", "terms", "units", "usable", "view", "within")
-
-    def __init__(self, view: ReplicaView, claims: Claims, units: int, cached: int, blocks: int, terms: Terms) -> None:
-        self.view = view
-        self.claims = claims
-        self.units = units
-        self.cached = cached
-        self.blocks = blocks
-        self.terms = terms
-        self.rank_s = terms.total_s
-        self.usable = True
-        self.within = False
 
 
 class Placer:
@@ -54,6 +39,11 @@ class Placer:
     cost less by more than the band: those hold a copy from an earlier spill. So a hot prefix is always copied to the
     same replicas, in the same order, and goes home when home is within its bounds. If none is within them, the
     one with the least pressure serves.
+
+    *Fetch.* What a replica holds in its own agent's pool counts as cached there. A replica that lacks blocks which a
+    peer's pool serves is priced with the cheaper of fetching and computing them (`CostModel`), and the placement says
+    what to fetch. What it lacks is judged by reports alone: a claim says that blocks are on their way, and whether they
+    will be there in time is for its agent to find out.
 
     Owns the ring, the traffic window and the claims, and listens to the index. `place` decides and changes none of them
     (but the ring's members); `placed` commits a decision. One caller at a time.
@@ -83,16 +73,17 @@ class Placer:
         *,
         exclude: Collection[str] = (),
         pinned: str | None = None,
+        fetch: bool = True,
     ) -> Placement:
         """Where the request should go. Raises NoReplica when no view is left to choose from.
 
         `views` are the replicas that serve its model and may take requests; `exclude` those that were tried already;
         a weight of 0 takes nothing. `pinned` goes to that replica whatever its load. The bounds are those of the views
-        that are left, so that a replica that failed does not lower the mean.
+        that are left, so that a replica that failed does not lower the mean. Without `fetch` nothing is to be fetched.
         """
         self.pending.expire()
         keys, tokens = identity.keys, identity.tokens
-        options = self._options(identity, views)
+        options, runs = self._options(identity, views)
         usable = []
         for option in options.values():
             option.usable = option.view.weight > 0 and option.view.id not in exclude
@@ -116,6 +107,8 @@ class Placer:
         if keep:
             held = [i for i, option in enumerate(walk) if option.usable and option.cached >= best_cached - band]
             start = _arc_start(held, len(walk))
+        if fetch and self.settings.fetch and runs.served:
+            self._plan_fetches(tokens, walk, exclude)
         self._rank(identity, split, options, keep)
 
         bounds = Bounds([option.view for option in usable], self.settings)
@@ -135,9 +128,11 @@ class Placer:
             reason=reason,
             home=home.view.id,
             ring=[option.view.id for option in cyclic],
-            predicted_cached_tokens=chosen.cached,
-            predicted_ttft_s=chosen.terms.queue_s + chosen.terms.prefill_s,
-            candidates=[_candidate(option, i) for i, option in enumerate(walk)],
+            predicted_cached_tokens=chosen.predicted,
+            predicted_pool_tokens=chosen.pooled,
+            predicted_ttft_s=max(chosen.terms.queue_s, chosen.terms.fetch_s) + chosen.terms.prefill_s,
+            fetch=chosen.fetch,
+            candidates=[option.candidate(i) for i, option in enumerate(walk)],
         )
 
     def placed(self, placement: Placement, identity: PromptIdentity) -> Claim:
@@ -190,15 +185,19 @@ class Placer:
 
     # the steps of a decision
 
-    def _options(self, identity: PromptIdentity, views: Sequence[ReplicaView]) -> dict[str, _Option]:
+    def _options(self, identity: PromptIdentity, views: Sequence[ReplicaView]) -> tuple[dict[str, Option], Runs]:
         keys, tokens, unit = identity.keys, identity.tokens, identity.unit_tokens
         exact = identity.mode is IdentityMode.EXACT
         hashed = identity.mode is IdentityMode.HASH
-        reported: dict[str, int] = {}
+        runs = Runs({}, {}, {})
         if exact:
             asked = {view.id: view.block_units for view in views if view.claims is Claims.REPORTS}
-            reported = self.index.match(keys, asked) if asked else {}
-        options: dict[str, _Option] = {}
+            if pools := [view.id for view in views if view.fetch is not None and view.claims is Claims.REPORTS]:
+                runs = self.index.runs(keys, asked, pools)
+            elif asked:
+                matched = self.index.match(keys, asked)
+                runs = Runs(matched, matched, {})
+        options: dict[str, Option] = {}
         pending = self.pending if len(self.pending) else None
         for view in views:
             replica = view.id
@@ -210,27 +209,60 @@ class Placer:
             if not hashed and view.claims is not Claims.NONE:
                 if exact and view.claims is Claims.REPORTS:
                     claims = Claims.REPORTS
-                    units = reported.get(replica, 0)
+                    units = runs.usable.get(replica, 0)
                     if pending is not None:
                         units = max(units, pending.match(replica, keys, view.block_units))
                         blocks = -(-pending.fresh_units(replica) // view.block_units)
                 else:
                     claims = Claims.LEARNED
                     units = self.learned.match(replica, keys, view.block_units if exact else 1)
-            cached = 0
-            if units:
-                # The engine always computes the last token, and it shares whole blocks only.
-                block = view.block_units * UNIT_TOKENS
-                cached = min(units * unit, tokens - 1) // block * block
+            # The engine always computes the last token, and it shares whole blocks only.
+            block = view.block_units * UNIT_TOKENS
+            cached = min(units * unit, tokens - 1) // block * block if units else 0
             terms = self._cost.terms(view, tokens, cached, blocks)
-            options[replica] = _Option(view, claims, units, cached, blocks, terms)
-        return options
+            option = options[replica] = Option(view, claims, units, cached, blocks, terms)
+            if view.fetch is not None and claims is Claims.REPORTS:
+                most = (tokens - 1) // block * block
+                option.reported = Reported._make(min(run.get(replica, 0) * unit, most) for run in runs)
+        return options, runs
+
+    def _plan_fetches(self, tokens: int, walk: Sequence[Option], exclude: Collection[str]) -> None:
+        """For each replica what it should fetch: from those of its namespace that serve most, in ring order, but not
+        from one that has just failed."""
+        best: dict[str, list[Option]] = {}
+        for option in walk:
+            served, state = option.reported.served, option.view.fetch
+            if not served or state is None or option.view.id in exclude:
+                continue
+            most = best.setdefault(state.namespace, [])
+            if most and served > most[0].reported.served:
+                most.clear()
+            if not most or served == most[0].reported.served:
+                most.append(option)
+        for option in walk:
+            state = option.view.fetch
+            if state is not None and option.claims is Claims.REPORTS and (sources := best.get(state.namespace)):
+                self._plan_fetch(tokens, option, [source.view.id for source in sources], sources[0].reported.served)
+
+    def _plan_fetch(self, tokens: int, option: Option, sources: Sequence[str], served: int) -> None:
+        plan = self._cost.fetch(option.view, tokens, option.reported.usable, sources, served)
+        if plan is None:
+            return
+        if served <= option.cached:
+            plan = msgspec.structs.replace(plan, counted=False)
+        option.fetch = plan
+        if plan.counted:
+            fetched = served - option.cached
+            option.terms = self._cost.terms(
+                option.view, tokens, option.cached, option.blocks, fetched_tokens=fetched, fetch_s=plan.seconds
+            )
+            option.rank_s = option.terms.total_s
 
     def _keyless_key(self) -> int:
         # Prompts without a whole unit share nothing: spread them, the same way in every run.
         return xxhash.xxh3_64_intdigest(self._keyless.to_bytes(8, "little"))
 
-    def _rank(self, identity: PromptIdentity, split: Split, options: dict[str, _Option], keep: bool) -> None:
+    def _rank(self, identity: PromptIdentity, split: Split, options: dict[str, Option], keep: bool) -> None:
         if identity.mode is IdentityMode.HASH:
             # What is held is not known: the ring alone decides, as long as the bounds allow.
             for option in options.values():
@@ -242,15 +274,15 @@ class Placer:
                 credit = min(split.hot * identity.unit_tokens, identity.tokens - 1) // block * block
                 if credit > option.cached and option.claims is not Claims.NONE:
                     terms = self._cost.terms(option.view, identity.tokens, credit, option.blocks)
-                    option.rank_s = terms.total_s
+                    option.rank_s = min(option.rank_s, terms.total_s)
 
-    def _first(self, walk: Sequence[_Option], rank: Callable[[_Option], float]) -> _Option:
+    def _first(self, walk: Sequence[Option], rank: Callable[[Option], float]) -> Option:
         """The first of the walk whose cost is within the band of the least."""
         best = min(walk, key=rank)
         limit = rank(best) + self.settings.band_tokens / best.view.prefill_tokens_per_s
         return next(option for option in walk if rank(option) <= limit)
 
-    def _spill(self, cyclic: Sequence[_Option], bounds: Bounds) -> _Option:
+    def _spill(self, cyclic: Sequence[Option], bounds: Bounds) -> Option:
         feasible = [option for option in cyclic if option.within]
         if feasible:
             return self._first(feasible, _rank_of_copy)
@@ -258,8 +290,8 @@ class Placer:
 
     def _reason(
         self,
-        chosen: _Option,
-        home: _Option,
+        chosen: Option,
+        home: Option,
         first: str | None,
         best_cached: int,
         exclude: Collection[str],
@@ -286,26 +318,11 @@ def _arc_start(positions: Sequence[int], circle: int) -> int:
     return positions[gaps.index(max(gaps))]
 
 
-def _rank(option: _Option) -> float:
+def _rank(option: Option) -> float:
     return option.rank_s
 
 
-def _rank_of_copy(option: _Option) -> float:
+def _rank_of_copy(option: Option) -> float:
     """Without the price of eviction: where the next copy of a hot prefix goes must not depend on which cache happens to
     have room, or its copies would be everywhere."""
     return max(0.0, option.rank_s - option.terms.eviction_s)
-
-
-def _candidate(option: _Option, position: int) -> Candidate:
-    terms = option.terms
-    return Candidate(
-        replica=option.view.id,
-        ring_position=position,
-        claims=option.claims,
-        cached_tokens=option.cached,
-        queue_s=terms.queue_s,
-        prefill_s=terms.prefill_s,
-        eviction_s=terms.eviction_s,
-        cost_s=terms.total_s,
-        within_bound=option.within,
-    )

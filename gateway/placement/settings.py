@@ -42,6 +42,14 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """What was placed on a replica without reports is believed to be held for this long."""
     learned_units: int = 16_384
     """Units believed to be held on a replica without reports whose capacity is unknown (262,144 tokens)."""
+    fetch: bool = True
+    """Whether a replica may be told to read from a peer what it lacks."""
+    fetch_margin: float = 0.1
+    """A fetch must beat recomputing by this share of it; see `kvstore.cost.decide`."""
+    fetch_least_deadline_s: float = 0.05
+    """A fetch may take as long as recomputing what it brings, and this long in any case."""
+    fetch_max_deadline_s: float = 30.0
+    """A fetch may take no longer than this."""
 
     def __post_init__(self) -> None:
         for key in ("eps", "share_bound", "pending_ttl_s", "report_grace_s", "learned_ttl_s"):
@@ -50,6 +58,9 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             _require(key, getattr(self, key), getattr(self, key) >= 1, "at least 1")
         for key in ("band_tokens", "prefill_weight", "eviction_weight", "share_prior"):
             _require(key, getattr(self, key), getattr(self, key) >= 0, "at least 0")
+        _require("fetch_margin", self.fetch_margin, 0 <= self.fetch_margin < 1, "in [0, 1)")
+        for key in ("fetch_least_deadline_s", "fetch_max_deadline_s"):
+            _require(key, getattr(self, key), getattr(self, key) > 0, "above 0")
 
 
 def _require(key: str, value: object, holds: bool, accepted: str) -> None:

@@ -1,7 +1,8 @@
 """A small deterministic fleet for placement tests: engines with a prefix cache, one prefill server and decode slots.
 
 Each engine keeps blocks in an LRU (tails go first), prefills one request after the other at a fixed speed, and holds a
-request as running until its last output token. Its blocks are reported to the index the moment its prefill ends.
+request as running until its last output token. Its blocks are reported to the index the moment its prefill ends. With
+pools each engine's agent keeps all that was ever computed or fetched there, and reads from its peers over one link.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
 from gateway.placement.placer import Placer
 from gateway.placement.settings import PlacementSettings
+from kvstore.cost import LinkEstimate
 from kvstore.identity import UNIT_TOKENS
-from kvstore.messages import ROOT_PARENT, Tier
+from kvstore.messages import ROOT_PARENT, FetchState, Tier
+
+POOLS = FetchState(namespace="n", acts=True, slots=1 << 20, link=LinkEstimate(0.002, 25e9), links={})
+TOKEN_BYTES = 131_072
+"""Llama-3-8B."""
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 CONVERSATION = SHARED / "traces" / "mooncake_conversation_h1.jsonl.gz"
@@ -81,12 +87,14 @@ class Engine:
     capacity_blocks: int
     block_units: int
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    pool: set[int] = field(default_factory=set)
     coming: Counter[int] = field(default_factory=Counter)
     free_at: float = 0.0
     queued: int = 0
     running: int = 0
     work: int = 0
     hits: int = 0
+    fetched: int = 0
 
 
 def _blocks(engine: Engine, identity: PromptIdentity) -> array[int]:
@@ -105,12 +113,14 @@ class Fleet:
         block_units: int = 1,
         decode_s: float = 0.02,
         claims: Claims = Claims.REPORTS,
+        pools: FetchState | None = None,
         settings: PlacementSettings | None = None,
     ) -> None:
         self.now = 0.0
         self.speed = speed
         self.decode_s = decode_s
         self.claims = claims
+        self.pools = pools
         self.engines = {f"replica-{i}": Engine(f"replica-{i}", capacity_blocks, block_units) for i in range(replicas)}
         self.index = PrefixIndex()
         for replica in self.engines:
@@ -133,6 +143,8 @@ class Fleet:
                 block_units=engine.block_units,
                 capacity_blocks=engine.capacity_blocks,
                 held_blocks=len(engine.cache),
+                block_bytes=TOKEN_BYTES * UNIT_TOKENS * engine.block_units,
+                fetch=self.pools,
             )
             for engine in self.engines.values()
         ]
@@ -151,7 +163,17 @@ class Fleet:
         engine = self.engines[placement.replica]
         begin = max(self.now, engine.free_at)
         queued = request.identity.tokens - placement.predicted_cached_tokens
-        missing = request.identity.tokens - self._cached(engine, request.identity)
+        cached = self._cached(engine, request.identity)
+        if placement.fetch is not None and placement.fetch.counted:
+            assert self.engines[placement.fetch.source].pool.issuperset(
+                _blocks(engine, request.identity)[: placement.fetch.blocks]
+            )
+            come = placement.fetch.blocks * engine.block_units * UNIT_TOKENS
+            if come > cached:
+                begin = max(begin, self.now + placement.fetch.seconds)
+                engine.fetched += come - cached
+                cached = come
+        missing = request.identity.tokens - cached
         engine.work += missing
         engine.hits += request.identity.tokens - missing
         engine.free_at = begin + missing / self.speed
@@ -195,7 +217,7 @@ class Fleet:
         blocks = 0
         block = engine.block_units * UNIT_TOKENS
         for key in _blocks(engine, identity):
-            if key not in engine.cache and not engine.coming[key]:
+            if key not in engine.cache and key not in engine.pool and not engine.coming[key]:
                 break
             blocks += 1
         return min(blocks * block, (identity.tokens - 1) // block * block)
@@ -214,3 +236,6 @@ class Fleet:
         self.index.remove(engine.id, Tier.HBM, gone)
         parents = [keys[i - 1] if i else ROOT_PARENT for i in fresh]
         self.index.store(engine.id, Tier.HBM, [keys[i] for i in fresh], parents)
+        if self.pools is not None:
+            self.index.store(engine.id, Tier.DRAM, keys, [ROOT_PARENT, *keys[:-1]])
+            engine.pool.update(keys)

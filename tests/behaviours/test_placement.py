@@ -8,12 +8,12 @@ from array import array
 from collections import Counter
 
 import pytest
-from placement_fleet import CONVERSATION, Fleet, Request, conversation, prompt
+from placement_fleet import CONVERSATION, POOLS, Fleet, Request, conversation, prompt
 
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.placement import Claims, Placement, Reason
 from gateway.placement.placer import Placer
-from kvstore.messages import Tier
+from kvstore.messages import FetchState, Tier
 
 CHI_SQUARE_999 = {2: 13.82, 7: 24.32, 15: 37.70}
 """Quantile 0.999 by degrees of freedom."""
@@ -25,9 +25,9 @@ def _hot_and_other(share: float, i: int, hot: PromptIdentity) -> PromptIdentity:
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-@pytest.mark.parametrize("replicas", [2, 8, 64, 256])
-def test_hot_prefix_is_bounded(replicas, share):
-    fleet = Fleet(replicas)
+@pytest.mark.parametrize(("replicas", "pools"), [(2, None), (8, None), (64, None), (256, None), (8, POOLS)])
+def test_hot_prefix_is_bounded(replicas, share, pools):
+    fleet = Fleet(replicas, pools=pools)
     hot = prompt(0, 2000)
     fleet.submit(Request(0.0, hot, 500))
     count = min(60 * replicas, 600)
@@ -55,9 +55,9 @@ def test_hot_prefix_is_bounded(replicas, share):
         assert fleet.reasons[Reason.SPILL] > 0
 
 
-@pytest.mark.parametrize("replicas", [2, 8, 64, 256])
-def test_an_idle_fleet_never_spills(replicas):
-    fleet = Fleet(replicas)
+@pytest.mark.parametrize(("replicas", "pools"), [(2, None), (8, None), (64, None), (256, None), (8, POOLS)])
+def test_an_idle_fleet_never_spills(replicas, pools):
+    fleet = Fleet(replicas, pools=pools)
     hot = prompt(0, 2000)
     placements = [fleet.submit(Request(100.0 * i, _hot_and_other(0.25, i, hot), 500)) for i in range(200)]
     assert fleet.reasons[Reason.SPILL] == 0
@@ -96,8 +96,9 @@ def test_prompts_too_short_for_a_key_spread():
         (IdentityMode.HASH, Claims.NONE, 0.5, 2500),
     ],
 )
-def test_shared_system_prompt_spreads(mode, claims, utilization, count):
-    fleet = Fleet(8, capacity_blocks=1953, block_units=32, claims=claims)
+@pytest.mark.parametrize("pools", [None, POOLS])
+def test_shared_system_prompt_spreads(mode, claims, utilization, count, pools):
+    fleet = Fleet(8, capacity_blocks=1953, block_units=32, claims=claims, pools=pools)
     requests = conversation(8, fleet.speed, utilization, mode, count)
     assert len({request.identity.keys[31] for request in requests if len(request.identity.keys) >= 32}) == 1
     for request in requests:
@@ -105,13 +106,14 @@ def test_shared_system_prompt_spreads(mode, claims, utilization, count):
     assert fleet.work_max_over_mean() <= 1.3
 
 
+@pytest.mark.parametrize("pools", [None, POOLS])
 @pytest.mark.parametrize("replicas", [3, 8])
-def test_spill_is_deterministic_and_returns(replicas):
+def test_spill_is_deterministic_and_returns(replicas, pools):
     prefix = prompt(1, 4000).keys
     tails = [prompt(1000 + i, 4100, shared=prefix) for i in range(600)]
 
     def run(seed: int) -> tuple[Fleet, list[Placement], int]:
-        fleet = Fleet(replicas, settings=None)
+        fleet = Fleet(replicas, pools=pools)
         rng = random.Random(seed)
         fleet.submit(Request(0.0, tails[0], 10))
         placements, peak, at = [], 0, 100.0
@@ -133,6 +135,7 @@ def test_spill_is_deterministic_and_returns(replicas):
         assert fleet.reasons[Reason.SPILL] > 0
         assert len(order) <= k
         assert len(fleet.index.holders(prefix[-1])) <= k
+        assert (sum(engine.fetched for engine in fleet.engines.values()) > 0) == (pools is not None)
         used.append(order)
         # The load has gone: everything is at home again.
         at = fleet.now + 1000
@@ -142,9 +145,10 @@ def test_spill_is_deterministic_and_returns(replicas):
     assert all(order[: len(used[0])] == used[0][: len(order)] for order in used), "the k-th copy is on the same replica"
 
 
-def test_overload_elsewhere_keeps_affinity():
+@pytest.mark.parametrize("pools", [None, POOLS])
+def test_overload_elsewhere_keeps_affinity(pools):
     def run(overloaded: bool) -> tuple[Fleet, list[Placement]]:
-        fleet = Fleet(8)
+        fleet = Fleet(8, pools=pools)
         if overloaded:
             fleet.engines["replica-5"].queued += 400_000
             fleet.engines["replica-5"].running += 300
@@ -217,10 +221,10 @@ def _mixed_traffic(count: int, seed: int) -> list[Request]:
     return requests
 
 
-def _two_gateways(restart_at: int | None) -> tuple[float, float]:
+def _two_gateways(restart_at: int | None, pools: FetchState | None) -> tuple[float, float]:
     """Hit rate of the fleet and agreement on the home, over the last 1,000 requests, with two gateways taking
     turns. The second one starts anew, knowing only the reports, where `restart_at` says."""
-    fleet = Fleet(8, speed=20_000, capacity_blocks=25_000)
+    fleet = Fleet(8, speed=20_000, capacity_blocks=25_000, pools=pools)
     gateways = [fleet.placer, Placer(fleet.index, clock=lambda: fleet.now)]
     agreed, hits, tokens = 0, 0, 0
     requests = _mixed_traffic(1600, 11)
@@ -237,19 +241,21 @@ def _two_gateways(restart_at: int | None) -> tuple[float, float]:
     return hits / tokens, agreed / 1000
 
 
-def test_gateways_agree():
-    hit_rate, agreement = _two_gateways(None)
+@pytest.mark.parametrize("pools", [None, POOLS])
+def test_gateways_agree(pools):
+    hit_rate, agreement = _two_gateways(None, pools)
     assert agreement >= 0.99
     assert hit_rate > 0.5
-    after_restart, agreement = _two_gateways(600)
+    after_restart, agreement = _two_gateways(600, pools)
     assert agreement >= 0.95
     assert hit_rate - after_restart < 0.02
 
 
+@pytest.mark.parametrize("pools", [None, POOLS])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_equal_documents_share_out_the_caches(at_once):
+def test_equal_documents_share_out_the_caches(at_once, pools):
     """Six documents of 1,500 tokens over three replicas with 4,000 tokens of KV: two each, nothing evicted."""
-    fleet = Fleet(3, speed=1000.0, capacity_blocks=250, settings=None)
+    fleet = Fleet(3, speed=1000.0, capacity_blocks=250, pools=pools)
     template = prompt(99, 32).keys
     gap = 0.0 if at_once else 100.0
     documents = [prompt(i, 1500, shared=template) for i in range(6)]
@@ -271,15 +277,17 @@ def test_full_caches_leave_it_to_the_ring():
         assert placement.candidates[0].replica == placement.replica
 
 
-def test_all_that_spill_from_a_hot_document_go_to_one_replica():
+@pytest.mark.parametrize("pools", [None, POOLS])
+def test_all_that_spill_from_a_hot_document_go_to_one_replica(pools):
     for tokens in (1600, 2300, 8000):
-        fleet = Fleet(3)
+        fleet = Fleet(3, pools=pools)
         document = prompt(1, tokens).keys
         fleet.submit(Request(0.0, prompt(5, tokens + 20, shared=document), 10))
         burst = [fleet.submit(Request(60.0, prompt(10 + i, tokens + 20, shared=document), 500)) for i in range(10)]
         home, following = burst[0].ring[:2]
         assert {placement.replica for placement in burst} == {home, following}
-        assert {placement.home for placement in burst} == {home}
+        # Once a fetch has made the next one as good as home, the less loaded of the two is the better home.
+        assert {placement.home for placement in burst} <= ({home} if pools is None else {home, following})
         after = fleet.submit(Request(500.0, prompt(30, tokens + 20, shared=document), 10))
         assert after.replica == home
 

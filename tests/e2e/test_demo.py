@@ -61,7 +61,7 @@ def test_the_demo_checks_itself_and_leaves_nothing() -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAIL" not in done.stdout
-    assert done.stdout.count("  ok   ") == 6
+    assert done.stdout.count("  ok   ") == 8
     assert "\x1b[" not in done.stdout, "plain text when not on a terminal"
     assert all(_free(port + at) for port in ports for at in range(3))
     assert not processes_with(f"--port {ports[2]} ")

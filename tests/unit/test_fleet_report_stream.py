@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 from agent_support import free_port, serving, until
+from fetch_support import record
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -22,10 +23,14 @@ from gateway.fleet import report_stream
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
 from gateway.placement.index import PrefixIndex
+from gateway.placement.placement import Claims
 from gateway.settings import ReplicaSettings
+from kvstore.cost import LinkEstimate
 from kvstore.identity import Namespace, pack_keys
 from kvstore.messages import (
     Delta,
+    FetchRecord,
+    FetchState,
     Heartbeat,
     Hello,
     ModelFiles,
@@ -152,6 +157,7 @@ class Gateway:
         self.index.store("other", Tier.HBM, [1, 2], [0, 1])
         self.hellos: list[Hello] = []
         self.files: list[ModelFiles] = []
+        self.fetched: list[FetchRecord] = []
         assert self.replica.agent is not None
         self.stream = ReportStream(
             self.replica,
@@ -162,6 +168,7 @@ class Gateway:
             route_seed=SEED,
             on_hello=lambda _, hello: self.hellos.append(hello),
             on_model_files=self._learn,
+            on_fetch=self.fetched.append,
         )
 
     async def _learn(self, replica: Replica, files: ModelFiles) -> None:
@@ -301,6 +308,36 @@ async def test_what_does_not_fit_empties_and_starts_over(wrong: list[Report], wo
         assert agent.streams == 2
 
 
+async def test_fetch_records_and_the_state_of_the_pool_are_passed_on() -> None:
+    async with pair() as (agent, gateway):
+        first, second = (record(replica="r", gateway_request=request) for request in ("a", "b"))
+        agent.say(first, delta(1, 1, stored(10)), second)
+        await until(lambda: gateway.fetched == [first, second])
+        await gateway.reports([10])
+        state = FetchState(namespace="n", acts=True, slots=5, link=LinkEstimate(0.01, 1e9), links={})
+        agent.say(msgspec.structs.replace(beat(1, 1, (Tier.HBM, [10])), fetch=state))
+        await until(lambda: gateway.replica.fetch == state)
+        view = gateway.replica.view(Claims.REPORTS, 1, 1000.0)
+        assert (view.fetch, view.block_bytes) == (state, 0)
+        assert gateway.stream.losses == {}
+        agent.say(record(replica="somebody else"))
+        await until(lambda: agent.streams == 2)
+        await gateway.reports([])
+        assert gateway.stream.losses == {"protocol": 1}
+        assert len(gateway.fetched) == 2
+
+
+async def test_a_pool_is_nothing_while_the_reports_are_not_followed() -> None:
+    state = FetchState(namespace="n", acts=True, slots=5, link=LinkEstimate(0.01, 1e9), links={})
+    async with pair() as (agent, gateway):
+        agent.say(msgspec.structs.replace(beat(1, 0), fetch=state))
+        await until(lambda: gateway.replica.fetch == state)
+        agent.reports_answer = JSONResponse({}, 503)
+        agent.say_raw(None)
+        await gateway.refuses("503")
+        assert gateway.replica.fetch is None
+
+
 @pytest.mark.parametrize(
     "first", [[beat(1, 0)], [delta(1, 1, stored(10))], [delta(-1, 0, stored(10))]], ids=["beat", "delta", "numbers"]
 )
@@ -344,7 +381,7 @@ async def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 2}, ["protocol 2", "this gateway 1"]),
+        ({"protocol": 3}, ["protocol 3", "this gateway 2"]),
         ({"replica_id": "other"}, ["says it is 'other'", "expected 'r'"]),
         ({"route_seed_check": 1}, ["route seeds", "--route-seed", "placement.route_seed"]),
     ],

@@ -9,6 +9,8 @@ from gateway.identity.prompt import IdentityMode
 from gateway.path.account import Receipts
 from gateway.path.exchange import Exchange
 from gateway.path.usage import PromptTokensDetails, Usage
+from gateway.placement.placement import Reason
+from kvstore.messages import Tier
 
 PROMPT = identity(range(640))
 
@@ -102,6 +104,30 @@ async def test_speed_is_learned_from_streams_that_had_no_queue() -> None:
     assert parts.fleet.speed.of("replica-0") == before
     parts.account.close(answered(parts, cached=32, seconds=0.25))
     assert parts.fleet.speed.of("replica-0") == pytest.approx((640 - 32) / 0.25)
+
+
+async def test_no_speed_is_learned_where_kv_was_moved() -> None:
+    parts = Parts()
+    for name in parts.fleet.replicas:
+        parts.pool(name)
+    before = parts.fleet.speed.of("replica-0")
+    parts.hold("replica-0", PROMPT.keys, Tier.DRAM)
+    loaded = answered(parts)
+    assert loaded.placement is not None
+    assert (loaded.placement.replica, loaded.placement.predicted_pool_tokens) == ("replica-0", 624)
+    parts.account.close(loaded)
+    made = exchange(PROMPT)
+    parts.fleet.replicas["replica-0"].load.sequences += 40
+    parts.place.place(made)
+    assert made.placement is not None
+    assert (made.placement.reason, made.placement.predicted_cached_tokens) == (Reason.SPILL, 624)
+    assert set(parts.loads().values()) == {(40, 0), (1, 16), (0, 0)}, "what is fetched is no queued prefill"
+    parts.place.unplace(made, answered=False)
+    fetched = answered(parts)
+    receipt = parts.account.close(fetched)
+    assert receipt.fetch is not None
+    assert (receipt.fetch.source, receipt.fetch.tokens) == ("replica-0", 624)
+    assert all(parts.fleet.speed.of(name) == before for name in parts.fleet.replicas)
 
 
 async def test_retries_are_counted_by_attempts() -> None:

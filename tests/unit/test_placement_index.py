@@ -36,6 +36,22 @@ class NaiveIndex:
                 found[replica] = length
         return found
 
+    def runs(self, keys, block_units, pools):
+        resident, usable, served = {}, {}, {}
+        for replica, units in block_units.items():
+            held = self.held.get(replica, {})
+            pool = held if replica in pools else {}
+
+            def run(start, tier, where, units=units):
+                while start + units <= len(keys) and (tier, keys[start + units - 1]) in where:
+                    start += units
+                return start
+
+            resident[replica] = run(0, Tier.HBM, held)
+            usable[replica] = run(resident[replica], Tier.DRAM, pool)
+            served[replica] = run(0, Tier.DRAM, pool)
+        return tuple({replica: end for replica, end in ends.items() if end} for ends in (resident, usable, served))
+
     def holders(self, key, tier):
         return {replica for replica, held in self.held.items() if (tier, key) in held}
 
@@ -86,7 +102,7 @@ def test_it_equals_a_naive_twin_under_random_changes(seed):
             index.add_replica(replica)
             naive.held[replica] = {}
         action = rng.random()
-        tier = rng.choice([Tier.HBM, Tier.HBM, Tier.DRAM])
+        tier = rng.choice([Tier.HBM, Tier.DRAM])
         keys = rng.choice(documents)[units[replica] - 1 :: units[replica]]
         begin = rng.randrange(len(keys) + 1) if rng.random() < 0.3 else 0
         end = rng.randrange(begin, len(keys) + 1)
@@ -105,6 +121,8 @@ def test_it_equals_a_naive_twin_under_random_changes(seed):
             del naive.held[replica]
         prompt = rng.choice(documents)
         assert index.match(prompt, units) == naive.match(prompt, units)
+        pools = rng.sample(sorted(units), rng.randrange(len(units) + 1))
+        assert index.runs(prompt, units, pools) == naive.runs(prompt, units, pools)
         if step % 50 == 0:
             index.check()
             for other in naive.held:
@@ -140,6 +158,23 @@ def test_only_hbm_is_a_hit():
     index.store("a", Tier.DRAM, [11], [ROOT_PARENT])
     assert index.match([11], {"a": 1}) == {}
     assert index.holders(11, Tier.DRAM) == ["a"]
+
+
+def test_a_pool_goes_on_where_hbm_ends_and_serves_what_it_holds_itself():
+    index = PrefixIndex()
+    for replica in ("a", "b", "c"):
+        index.add_replica(replica)
+    keys = [11, 12, 13, 14, 15]
+    index.store("a", Tier.HBM, [11, 12, 15], [ROOT_PARENT, 11, 14])
+    index.store("a", Tier.DRAM, [11, 13, 14], [ROOT_PARENT, 12, 13])
+    index.store("b", Tier.DRAM, [11, 12, 13], [ROOT_PARENT, 11, 12])
+    index.store("c", Tier.HBM, [11], [ROOT_PARENT])
+    asked = {"a": 1, "b": 1, "c": 1, "nobody": 1}
+    runs = index.runs(keys, asked, ["a", "b", "nobody"])
+    assert runs.resident == {"a": 2, "c": 1} == index.match(keys, asked)
+    assert runs.usable == {"a": 4, "b": 3, "c": 1}, "HBM behind the pool's part is out of reach"
+    assert runs.served == {"a": 1, "b": 3}
+    assert index.runs(keys, asked, []) == (runs.resident, runs.resident, {})
 
 
 def test_two_block_sizes_keep_their_own_parents():

@@ -11,6 +11,7 @@ import yaml
 from helm_rendering import CHART, Render, Rendered, Values
 
 from gateway.settings import (
+    FetchSettings,
     LimitSettings,
     PlacementSection,
     ReplicaSettings,
@@ -31,8 +32,9 @@ def load(rendered: Rendered, tmp_path: Path) -> Settings:
 
 def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Path) -> None:
     loaded, default = load(render(), tmp_path), Settings()
-    assert (loaded.placement, loaded.limits, loaded.telemetry) == (
+    assert (loaded.placement, loaded.fetch, loaded.limits, loaded.telemetry) == (
         default.placement,
+        default.fetch,
         default.limits,
         default.telemetry,
     )
@@ -41,7 +43,12 @@ def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("section", "settings"),
-    [("placement", PlacementSection), ("limits", LimitSettings), ("telemetry", TelemetrySettings)],
+    [
+        ("placement", PlacementSection),
+        ("fetch", FetchSettings),
+        ("limits", LimitSettings),
+        ("telemetry", TelemetrySettings),
+    ],
 )
 def test_values_offer_every_key_of_the_gateway(section: str, settings: type[msgspec.Struct]) -> None:
     schema = msgspec.json.decode((CHART / "values.schema.json").read_bytes())
@@ -71,6 +78,9 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("placement", "route_seed", 0),
         ("placement", "route_seed", 2**53 - 1),
         ("placement", "allow_pinning", True),
+        ("fetch", "enabled", False),
+        ("fetch", "margin", 0),
+        ("fetch", "max_deadline_ms", 600_000),
         ("limits", "max_body_bytes", 1 << 40),
         ("limits", "max_concurrent_requests", 1),
         ("limits", "body_timeout_s", 3.5),

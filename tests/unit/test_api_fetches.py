@@ -1,0 +1,175 @@
+"""What the operator's API tells of fetches: records beside predictions, totals, receipts, pools, and explain."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fetch_support import record
+from path_support import HELLO, Parts, exchange, identity
+
+from gateway.api.admin import AdminApp
+from gateway.api.explain import Explain
+from gateway.duplication.history import History
+from gateway.duplication.ledger import Ledger
+from gateway.identity.identifier import Identifier
+from gateway.path.identify import Identify
+from gateway.path.usage import PromptTokensDetails, Usage
+from kvstore.messages import FetchOutcome, Tier
+
+PROMPT = identity(range(640))
+
+
+class Admin:
+    """A gateway's admin application over a fleet of three that a test says things about."""
+
+    def __init__(self) -> None:
+        self.parts = parts = Parts()
+        identifier, ledger = Identifier(seed=0), Ledger(parts.index)
+        app = AdminApp(
+            parts.fleet,
+            parts.index,
+            ledger,
+            identifier,
+            History(ledger),
+            parts.receipts,
+            parts.fetches,
+            Explain(Identify(identifier, parts.fleet), parts.placer, parts.fleet),
+            parts.metrics.registry,
+        )
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
+
+    async def get(self, path: str) -> Any:
+        response = await self.http.get(path)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+@pytest.fixture
+async def admin() -> AsyncIterator[Admin]:
+    made = Admin()
+    yield made
+    await made.http.aclose()
+    await made.parts.client.aclose()
+
+
+async def test_records_newest_first_with_totals(admin: Admin) -> None:
+    assert await admin.get("/admin/fetches") == {"fetches": [], "totals": {"by_outcome": {}, "by_link": []}}
+    first = record(gateway_request="a")
+    second = record(gateway_request="b", outcome=FetchOutcome.LATE, moved=2, total_s=0.3, source="replica-2")
+    admin.parts.fetches.add(first)
+    admin.parts.fetches.add(second)
+    told = await admin.get("/admin/fetches")
+    assert [each["gateway_request"] for each in told["fetches"]] == ["b", "a"]
+    assert told["fetches"][1] == msgspec.to_builtins(first) | {"bytes": 1000, "regret_s": 0.0}
+    assert (told["fetches"][0]["bytes"], told["fetches"][0]["regret_s"]) == (200, 0.3)
+    fetched = {
+        "count": 1,
+        "bytes": 1000,
+        "predicted_s": 0.04,
+        "measured_s": 0.05,
+        "regrets": 1,
+        "regret_s": 0.0,
+        "predicted_over_measured": pytest.approx(0.8),
+    }
+    late = {
+        "count": 1,
+        "bytes": 200,
+        "predicted_s": 0.0,
+        "measured_s": 0.0,
+        "regrets": 1,
+        "regret_s": 0.3,
+        "predicted_over_measured": None,
+    }
+    assert told["totals"] == {
+        "by_outcome": {"fetched": fetched, "late": late},
+        "by_link": [
+            {"source": "replica-0", "replica": "replica-1"} | fetched,
+            {"source": "replica-2", "replica": "replica-1"} | late,
+        ],
+    }
+    assert len((await admin.get("/admin/fetches?limit=1"))["fetches"]) == 1
+    assert (await admin.get("/admin/fetches?limit=-1"))["fetches"] == []
+    parts = admin.parts
+    assert parts.count("prefix_gateway_fetches_total", outcome="fetched") == 1
+    assert parts.count("prefix_gateway_fetches_total", outcome="late") == 1
+    assert parts.count("prefix_gateway_fetch_bytes_total") == 1200
+    assert parts.count("prefix_gateway_fetch_seconds_count") == 2
+
+
+async def test_a_receipt_has_what_was_planned_and_what_came_of_it(admin: Admin) -> None:
+    parts = admin.parts
+    for name in parts.fleet.replicas:
+        parts.pool(name)
+    parts.hold("replica-0", PROMPT.keys, Tier.HBM, Tier.DRAM)
+    parts.fleet.replicas["replica-0"].load.admit(5_000)
+    made = exchange(PROMPT)
+    parts.place.place(made)
+    made.status, made.outcome = 200, "ok"
+    made.usage = Usage(prompt_tokens=640, prompt_tokens_details=PromptTokensDetails(cached_tokens=624))
+    parts.account.close(made)
+    receipt = await admin.get("/admin/receipts/id-1")
+    assert (receipt["fetch"]["source"], receipt["fetch"]["tokens"], receipt["fetch"]["counted"]) == (
+        "replica-0",
+        624,
+        True,
+    )
+    assert 0 < receipt["fetch"]["seconds"] < receipt["fetch"]["deadline_s"]
+    assert (receipt["predicted_cached_tokens"], receipt["cached_tokens"], receipt["fetched"]) == (624, 624, None)
+    parts.fetches.add(record(gateway_request="id-1", outcome=FetchOutcome.PARTIAL, failed=9))
+    receipt = await admin.get("/admin/receipts/id-1")
+    assert receipt["cached_tokens"] == 624 - 9 * 16, "the engine had counted them before they failed"
+    assert (receipt["fetched"]["outcome"], receipt["fetched"]["failed"]) == ("partial", 9)
+
+
+async def test_replicas_say_in_words_what_their_pools_do(admin: Admin) -> None:
+    parts = admin.parts
+    parts.pool("replica-0")
+    parts.pool("replica-1", acts=False)
+    parts.pool("replica-2", namespace="other")
+    parts.hold("replica-0", PROMPT.keys[:7], Tier.DRAM)
+
+    async def states() -> list[str]:
+        return [each["fetch"]["state"] for each in (await admin.get("/admin/replicas"))["replicas"]]
+
+    assert await states() == [
+        "fetches from its peers",
+        "serves its peers, but only keeps records of what it would fetch",
+        "nothing to fetch from: no other pool has KV of its namespace",
+    ]
+    told = (await admin.get("/admin/replicas"))["replicas"][0]
+    assert (told["pool_blocks"], told["held_blocks"], told["fetch"]["slots"], told["fetch"]["acts"]) == (
+        7,
+        0,
+        100,
+        True,
+    )
+    assert told["fetch"]["link"] == {"latency_s": 0.001, "bytes_per_s": 1e8}
+    parts.fleet.replicas["replica-1"].reporting = False
+    parts.fleet.replicas["replica-2"].heartbeat = None
+    assert await states() == [
+        "nothing to fetch from: no other pool has KV of its namespace",
+        "no pool: no reports",
+        "no pool: its agent has none, or no engine is connected to it",
+    ]
+
+
+async def test_explain_shows_every_candidates_fetch(admin: Admin) -> None:
+    """Token ids are not at hand here, so the placer is asked for what explain passes on as it is."""
+    parts = admin.parts
+    for name in parts.fleet.replicas:
+        parts.pool(name)
+    parts.hold("replica-0", PROMPT.keys, Tier.HBM, Tier.DRAM)
+    placement = parts.placer.place(PROMPT, parts.fleet.views("m", PROMPT.mode))
+    told = msgspec.to_builtins(placement)
+    assert told["fetch"] is None
+    assert {each["replica"]: (each["fetch_source"], each["fetch_tokens"]) for each in told["candidates"]} == {
+        "replica-0": ("", 0),
+        "replica-1": ("replica-0", 624),
+        "replica-2": ("replica-0", 624),
+    }
+    assert HELLO.geometry is not None
+    assert parts.fleet.views("m", PROMPT.mode)[0].block_bytes == HELLO.geometry.block_bytes(16) == 16_384
