@@ -118,13 +118,13 @@ def _seconds(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def _share(value: str) -> float:
+def _margin(value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         raise ValueError(f"expected a share, got {value!r}") from None
-    if not 0 <= number < 1:
-        raise ValueError(f"expected 0 to below 1, got {value}")
+    if not -1_000 <= number < 1:
+        raise ValueError(f"expected -1000 to below 1, got {value}")
     return number
 
 
@@ -211,7 +211,12 @@ KEYS = (
         "on",
         "on: fetch KV from peers where that beats computing it; shadow: only record what would be fetched; off: never",
     ),
-    _Key("fetch_margin", _share, "0.1", "share of the time to recompute by which a fetch must be cheaper"),
+    _Key(
+        "fetch_margin",
+        _margin,
+        "0.1",
+        "share of the time to recompute by which a fetch must be cheaper; below 0 it may be dearer, to measure it",
+    ),
     _Key("transports", _transports, "shm,nixl,tcp", "ways to fetch, in order of preference"),
     _Key("data_port", _integer(0, 65535), "0", "port of the tcp transport, on --host; 0 takes a free one"),
     _Key(
