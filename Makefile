@@ -7,7 +7,7 @@ ARGS ?=
 # The CPU build of torch that the reference engine is tested with. Where plain `torch` would bring CUDA, this must not.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test lint format bench clean
+.PHONY: install demo test soak lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# Half an hour of frozen and killed processes; ARGS="--minutes 5 --seed 7" for another one.
+soak: install
+	PYTHONPATH=tests $(BIN)/python -m stress.soak $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -113,6 +113,10 @@ def create_app(replica: Replica) -> Starlette:
         assert isinstance(error, HTTPException)
         return _error(error.status_code, "http_error", error.detail)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        # In the middle of its own request: there is nobody to answer, and nothing wrong here.
+        return Response(status_code=499)
+
     return Starlette(
         routes=[
             Route("/v1/hello", hello),
@@ -125,7 +129,7 @@ def create_app(replica: Replica) -> Starlette:
             *([Route("/debug/check", check)] if replica.settings.debug else []),
         ],
         middleware=[Middleware(TraceMiddleware), Middleware(TokenMiddleware, token=replica.settings.token)],
-        exception_handlers={HTTPException: http_error},
+        exception_handlers={HTTPException: http_error, ClientDisconnect: gone},
     )
 
 

@@ -100,6 +100,8 @@ class Fetch:
         except PeerError as error:
             refused = error.code in ("namespace", "unauthorized")
             _logger.info("nothing fetched from %s: %s", self.order.source, error)
+            if not refused and self._around.clock() >= self.order.deadline:
+                return Fetched(0, FetchOutcome.LATE, "deadline")
             return Fetched(0, FetchOutcome.REFUSED if refused else FetchOutcome.FAILED, error.code)
         finally:
             self._leave_nothing()

@@ -137,7 +137,9 @@ class Fetches:
         try:
             result = await coming.fetch.run(partial(self._decided, coming))
         except asyncio.CancelledError:
-            result = Fetched(0, FetchOutcome.CANCELLED, "cancelled")
+            # Who asks at the deadline gives up before the fetch itself does.
+            late = around.clock() >= coming.order.deadline
+            result = Fetched(0, FetchOutcome.LATE if late else FetchOutcome.CANCELLED, "")
         except Exception:
             # A defect here must not take the agent with it: its engine computes, as it would without a pool.
             _logger.exception("a fetch from %s failed", coming.order.source)
@@ -163,8 +165,14 @@ class Fetches:
         seconds = coming.steps.total_s
         if result.blocks:
             size = result.blocks * around.pool.block_bytes
-            self._estimates.fetched(coming.order.source, size, seconds)
             self._log.moved(size, seconds)
+            if result.reason == "deadline" and coming.decided:
+                # What all of it would have taken. Fetches that a deadline ends take equally long, however little they
+                # brought: learned as they are, a slow link would look like a fast one that takes long to answer.
+                share = coming.decided / result.blocks
+                size = coming.decided * around.pool.block_bytes
+                seconds += (share - 1) * coming.steps.move_s
+            self._estimates.fetched(coming.order.source, size, seconds)
         elif result.outcome is FetchOutcome.LATE and coming.decided:
             # It would have taken longer still; without this a link that became slow is tried again and again.
             self._estimates.fetched(coming.order.source, coming.decided * around.pool.block_bytes, seconds)

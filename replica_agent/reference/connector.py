@@ -32,14 +32,22 @@ class Search:
     that hangs can keep a sequence.
     """
 
-    def __init__(self, request: str, keys: Sequence[bytes], cached: int, tokens: int, hint: Hint | None, now: float):
-        """`tokens` is the prompt's length; `now` and all times are of the scheduler's clock."""
+    def __init__(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        cached: int,
+        tokens: int,
+        hint: Hint | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`tokens` is the prompt's length; `clock` the scheduler's, by which all times are."""
         self.request = request
         self.keys = keys
         self.cached = cached
         self.tokens = tokens
         self.hint = hint
-        self.deadline = now + DECISION_S
+        self.deadline = clock() + DECISION_S
         self.found: int | None = None
         self.done = False
         self.ended = False
@@ -49,6 +57,7 @@ class Search:
         """Found blocks that are not wanted any more, because the engine has got them in the meantime."""
         self.loaded = 0
         """How many of `blocks`, from the first on, are copied."""
+        self._clock = clock
         self._lock = threading.Lock()
 
     def load(self, table: Sequence[int], cached: int) -> bool:
@@ -78,12 +87,17 @@ class Search:
         self.found = found
 
     def copy(self, write: Callable[[int, int], None]) -> bool:
-        """Copy the next block: `write(number in the slots found, block)`. False when the search has been ended."""
+        """Copy the next block: `write(number in the slots found, block)`. False when the search has been ended, or its
+        deadline has passed."""
         assert self.blocks is not None
         with self._lock:
             if self.ended:
                 return False
             write(self.skip + self.loaded, self.blocks[self.loaded])
+            # After the copy: an engine that was frozen in it may have copied what the slot was given to meanwhile. The
+            # agent keeps a slot for longer than the deadline, but not for ever.
+            if self._clock() >= self.deadline:
+                return False
             self.loaded += 1
         return True
 

@@ -62,14 +62,20 @@ class Loader:
         self._thread.join()
 
     def _run(self) -> None:
-        while courses := self._due():
-            for course in courses:
-                decided = course.advance()
-                if course.over:
-                    with self._changed:
-                        del self._courses[course.search.request]
-                if decided:
-                    self.notify()
+        # Waits with no course in a local variable: its client would keep the memory of an agent that has gone.
+        while self._advance(self._due()):
+            pass
+
+    def _advance(self, courses: Sequence[_Course]) -> bool:
+        """Do what is due; whether anything was."""
+        for course in courses:
+            decided = course.advance()
+            if course.over:
+                with self._changed:
+                    del self._courses[course.search.request]
+            if decided:
+                self.notify()
+        return bool(courses)
 
     def _due(self) -> list[_Course]:
         """Wait until something is to be done. [] when closing."""

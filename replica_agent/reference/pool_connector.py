@@ -48,7 +48,7 @@ class PoolConnector(Connector):
         client = self._link.client
         if client is None or self._saver.uncleared:
             return None
-        search = Search(request, keys, cached, tokens, hint, time.monotonic())
+        search = Search(request, keys, cached, tokens, hint, time.monotonic)
         return search if self._loader.begin(search, client) else None
 
     def settle(self) -> None:

@@ -116,17 +116,7 @@ class Saver:
                 if isinstance(task, Saving):
                     self._queued -= len(task.blocks)
             try:
-                client = self._link.client
-                if client is None:
-                    raise PoolGone("not connected")
-                match task:
-                    case None:
-                        client.clear()
-                        self._cleared = clears
-                    case Observed():
-                        client.observe(*task)
-                    case Saving():
-                        self._save(client, task)
+                self._do(task, clears)
             except PoolGone as error:
                 _log.debug("%s", error)
                 with self._changed:
@@ -137,6 +127,20 @@ class Saver:
                     # Only a clear that is owed is tried again.
                     if not self._closing:
                         self._changed.wait(_RETRY_S)
+
+    def _do(self, task: Saving | Observed | None, clears: int) -> None:
+        """One task, or the clear that is owed. The client is not kept: it has the memory of an agent that may go."""
+        client = self._link.client
+        if client is None:
+            raise PoolGone("not connected")
+        match task:
+            case None:
+                client.clear()
+                self._cleared = clears
+            case Observed():
+                client.observe(*task)
+            case Saving():
+                self._save(client, task)
 
     def _save(self, client: PoolClient, saving: Saving) -> None:
         fresh = list(takewhile(self._unchanged, zip(saving.blocks, saving.versions, strict=True)))

@@ -14,7 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,6 +68,7 @@ def build_app(service: Service) -> ASGIApp:
         RequestError: _refused,
         EngineDownError: _down,
         HTTPException: _http_error,
+        ClientDisconnect: _gone,
         Exception: _failed,
     }
     return _RequestId(Starlette(routes=routes, exception_handlers=handlers))
@@ -298,6 +299,11 @@ async def _down(request: Request, error: EngineDownError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     return _error(error.status_code, error.detail, "invalid_request_error")
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    # In the middle of its own request: there is nobody to answer, and nothing wrong here.
+    return Response(status_code=499)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import pytest
 from agent_support import (
     MODEL,
     SEED,
@@ -168,3 +171,17 @@ async def test_a_debug_page_looks_at_everything(tmp_path: Path) -> None:
         assert "4 pins in the pool, 2 of" in response.json()["error"]["message"]
     async with agent(tmp_path, Network()) as subject:
         assert (await get(f"{subject.url}/debug/check")).status_code == 404
+
+
+async def test_a_peer_that_leaves_in_its_own_request_is_no_defect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with agent(tmp_path, Network()) as subject:
+        _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(subject.url).port)
+        writer.write(b"POST /v1/leases HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+        await writer.drain()
+        await until(lambda: subject.gate.seen == ["/v1/leases"])
+        writer.close()
+        await writer.wait_closed()
+        assert (await get(f"{subject.url}/health")).status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]

@@ -38,7 +38,7 @@ class MemoryConnector(Connector):
     def seek(self, request, keys, cached, tokens, hint):  # type: ignore[no-untyped-def]
         if not self.answering:
             return None
-        search = Search(request, keys, cached, tokens, hint, self.clock())
+        search = Search(request, keys, cached, tokens, hint, self.clock)
         self.searches.append(search)
         return search
 
@@ -233,6 +233,27 @@ def test_what_has_not_come_by_the_deadline_is_computed() -> None:
     assert bench.step() == [(one, 42 - 12)]
     assert (one.cached, bench.scheduler.loaded_blocks, bench.scheduler.failed_blocks) == (12, 3, 7)
     assert search.copy(lambda number, block: pytest.fail("nothing is written after the end")) is False
+
+
+def test_a_block_whose_copy_ends_after_the_deadline_is_not_loaded() -> None:
+    """The engine was frozen in it, and its slot may have been given to another block."""
+    bench = Bench()
+    bench.fill(PROMPT)
+    bench.add(PROMPT)
+    bench.step()
+    search = bench.connector.searches[0]
+    bench.connector.decide(search, deadline_s=2.0)
+    bench.step()
+    bench.connector.copy(search, 3)
+
+    def freeze(number: int, block: int) -> None:
+        bench.connector.memory[block] = b"another's"
+        bench.clock.now += 100.0
+
+    assert search.copy(freeze) is False
+    assert search.loaded == 3
+    bench.step()
+    assert bench.scheduler.loaded_blocks == 3
 
 
 @pytest.mark.parametrize("cached", [0, 4, 8])

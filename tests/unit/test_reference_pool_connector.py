@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,6 +244,30 @@ async def test_an_agent_that_dies_while_blocks_are_loaded_loses_nobody(agent: Na
         await connected(agent, opened)
         await evicted(http)
         assert (await complete(http, tokens(1)))[0] == first
+
+
+async def test_nothing_keeps_the_memory_of_an_agent_that_is_gone(agent: NaiveAgent) -> None:
+    """A pool has gigabytes, and an engine may have nothing to do for hours."""
+    async with engine(agent) as (http, opened):
+        await connected(agent, opened)
+        await complete(http, tokens(1))
+        await saved(http, 12)
+        await evicted(http)
+        assert (await complete(http, tokens(1)))[1] == 192
+        connector = opened.service.engine._connector
+        assert connector is not None
+
+        async def idle() -> bool:
+            return not connector._loader._courses and not connector._saver._queue
+
+        await until(idle)
+        memory = weakref.ref(connector._link.client)
+        agent.hang_up()
+
+        async def freed() -> bool:
+            return memory() is None
+
+        await until(freed)
 
 
 async def test_an_aborted_load_is_given_back(agent: NaiveAgent) -> None:

@@ -311,6 +311,32 @@ async def test_events_add_up_to_the_engines_own_table() -> None:
         assert (await http.get("/debug/blocks")).json()["blocks"] == []
 
 
+async def test_a_client_that_leaves_in_its_own_request_is_no_defect(capfd: pytest.CaptureFixture[str]) -> None:
+    async with client() as (http, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: e\r\ncontent-length: 1000\r\n\r\n{")
+        await writer.drain()
+        await http.get("/health")
+        writer.close()
+        await writer.wait_closed()
+        await complete(http, prompt=text(1, 50))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_a_debug_page_checks_the_engines_laws() -> None:
+    async with client() as (http, engine):
+        await complete(http, prompt=text(1, 50))
+        page = (await http.get("/debug/check")).json()
+        assert page == {"running": 0, "waiting": 0, "used_blocks": 0, "loaded_blocks": 0, "failed_blocks": 0}
+        core = engine.service.engine
+        await asyncio.wrap_future(core.call(lambda: core.pool.allocate(1)))  # for nobody
+        response = await http.get("/debug/check")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "broken_law")
+        assert response.json()["error"]["message"] == "0 blocks in tables, 1 in use"
+    async with client(debug=False) as (http, _):
+        assert (await http.get("/debug/check")).status_code == 404
+
+
 async def cleared(context: zmq.asyncio.Context, engine: Opened, start: int) -> bool:
     assert engine.publisher is not None
     assert engine.publisher.replay_endpoint is not None
