@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, combinations
+from statistics import median
 
 FADE = 0.98
 """What is left of an observation's weight when the next one comes: about the last fifty count."""
@@ -66,6 +67,10 @@ class DurationFit:
         ratio = seconds / expected
         if self._changed(features, seconds, ratio):
             self._forget()
+            # Anchored to what was before, the few observations left could not move it far enough. As far as is known
+            # everything takes so many times longer, or less.
+            factor = median(seconds / max(self.predict(features), _LEAST_S) for features, seconds in self._surprises)
+            self._scaled = [value * factor for value in self._scaled]
             for features, seconds in self._surprises:
                 self._add(features, seconds, expected=seconds)
             self._surprises.clear()

@@ -17,7 +17,8 @@ from kvstore.errors import HintRefused
 
 FIELD = "kv_transfer_params"
 NAME = "prefix_gateway"
-MAX_DEADLINE_MS = 600_000
+MAX_DEADLINE_MS = 30_000
+"""Agents keep what may still be read or written for twice as long (`replica_agent.kv.pool_keeper.HOLD_S`)."""
 
 # Bounded as they are read: a hint that somebody made up is no hint, and never one that cannot be sent on.
 _Text = Annotated[str, msgspec.Meta(max_length=1_024)]

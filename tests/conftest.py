@@ -39,8 +39,10 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def tiny_cluster(*, replicas: int = 3, kv_tokens: int = 16_384, engine_flags: tuple[str, ...] = ()) -> Cluster:
-    """A deployment of the tiny model on free ports, not started yet."""
+def tiny_cluster(
+    *, replicas: int = 3, kv_tokens: int = 16_384, engine_flags: tuple[str, ...] = (), pool_bytes: int = 0
+) -> Cluster:
+    """A deployment of the tiny model on free ports, not started yet; with `pool_bytes` each agent has a pool of KV."""
     ports = free_ports(2 + 4 * replicas)
     each = [ports[2 + n * replicas : 2 + (n + 1) * replicas] for n in range(4)]
     return Cluster(
@@ -50,6 +52,7 @@ def tiny_cluster(*, replicas: int = 3, kv_tokens: int = 16_384, engine_flags: tu
             served_name="tiny",
             kv_tokens=kv_tokens,
             engine_flags=("--threads", "1", "--dtype", "float32", *engine_flags),
+            pool_bytes=pool_bytes,
             log_level="info",
         )
     )

@@ -218,6 +218,32 @@ async def test_a_deadline_without_a_block_is_late(tmp_path: Path) -> None:
         await both_quiet(source, reader)
 
 
+async def test_what_a_deadline_cuts_short_teaches_what_all_would_have_taken(tmp_path: Path) -> None:
+    network = Network()
+    async with pair(tmp_path, network) as (source, reader):
+        for seed in range(3):
+            keys = keys_of(*range(seed * 10, seed * 10 + 10))
+            await source.engine.save(keys)
+            network.faults.hold, network.faults.hold_at = asyncio.Event(), 2
+            assert await reader.engine.load(f"r{seed}", keys, source.hint(10, deadline_ms=400)) == 2
+        link = reader.kv.estimates.links[source.name]
+        # Two came in 0.3 seconds, so ten would have taken 1.6.
+        assert link.seconds(10 * BLOCK_BYTES) > 1.2
+        await both_quiet(source, reader)
+
+
+async def test_an_owner_that_confirms_too_late_is_late_whoever_notices_first(tmp_path: Path) -> None:
+    async with pair(tmp_path, Network()) as (source, reader):
+        await source.engine.save(TEN)
+        source.gate.shut("/release")
+        before = reader.kv.estimates.link.seconds(BLOCK_BYTES)
+        assert await reader.engine.load("r", TEN, source.hint(10, deadline_ms=600)) == 0
+        assert (reader.record.outcome, reader.record.reason) == (FetchOutcome.LATE, "deadline")
+        source.gate.open.set()
+        await both_quiet(source, reader)
+        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["asked", "granted"])
 async def test_a_lease_that_comes_too_late_is_given_back(tmp_path: Path, after: bool) -> None:
     network = Network()

@@ -35,6 +35,7 @@ class Twin:
         else:
             self.surprises = self.surprises[1:]
         if len(self.surprises) == CHANGE:
+            self.values = self.values * np.median([s / max(self.predict(f), 1e-9) for f, s in self.surprises])
             self.seen = [(1.0, np.array(f) * self.scales / s, 1.0) for f, s in self.surprises]
             self.surprises = []
         else:
@@ -85,6 +86,14 @@ def test_the_sums_are_those_of_all_observations(seed: int) -> None:
         for tokens in (100.0, 1_000.0, 10_000.0):
             asked = (1.0, tokens, tokens * tokens / 2)
             assert fit.predict(asked) == pytest.approx(twin.predict(asked), rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.001, 0.02, 50.0, 1_000.0])
+def test_a_change_by_orders_of_magnitude_is_known_after_a_few(factor: float) -> None:
+    fit = DurationFit((3e-3, 1e-9), (3e-3, 1e-9))
+    for size in (1e6, 1.2e6, 0.9e6):
+        fit.observe((1.0, size), factor * (3e-3 + 1e-9 * size))
+    assert fit.predict((1.0, 1e6)) == pytest.approx(factor * 4e-3, rel=0.1)
 
 
 def test_nonsense_is_ignored() -> None:
