@@ -204,7 +204,12 @@ KEYS = (
     ),
     _Key("max_orphans", _integer(0, 2**24), "65536", "blocks kept aside whose chain to the root is unknown"),
     _Key("kv_socket", _socket_path, "", "Unix socket where the engine reaches the KV pool; empty: no pool, no fetch"),
-    _Key("pool_bytes", _integer(2**16, 2**50), "1073741824", "bytes of shared memory for KV blocks"),
+    _Key(
+        "pool_bytes",
+        _integer(2**16, 2**50),
+        "1073741824",
+        "bytes of shared memory for KV blocks, taken when the engine connects",
+    ),
     _Key(
         "fetch",
         _one_of("on", "shadow", "off"),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -35,6 +36,8 @@ WHOLE_BLOCK_BYTES = 368_640
 
 _OVER_TCP = {"UCX_TLS": "tcp,self"}
 """What NIXL has between two hosts without RDMA. UCX reads it when it is loaded, so this takes a process of its own."""
+
+_FLOW = " flow"
 
 _SECTION_S = 60.0
 _PUSH_S = 120.0
@@ -89,6 +92,11 @@ class _Timings:
         """Of `other`'s time to this one's, round by round."""
         return statistics.median(b / a for a, b in zip(self.seconds[name], self.seconds[other], strict=False))
 
+    def flow(self, name: str) -> float:
+        """Memcpy's time to that of the slots behind the first, by medians; 0 for memcpy itself."""
+        flow = self.seconds.get(name + _FLOW)
+        return self.median("memcpy") / statistics.median(flow) if flow else 0.0
+
 
 async def measure(options: Options) -> Report:
     """The whole benchmark: at most some six minutes."""
@@ -132,8 +140,16 @@ async def push_only(options: Options) -> Speed:
 
 async def _speeds(two: Pair, names: list[str], rounds: int) -> tuple[list[Speed], int]:
     timings = _Timings()
+
+    async def fetch(name: str) -> float:
+        arrivals: list[float] = []
+        seconds = await two.fetch(name, lambda index: arrivals.append(time.perf_counter()))
+        flow = (arrivals[-1] - arrivals[0]) * len(arrivals) / max(1, len(arrivals) - 1)
+        timings.seconds.setdefault(name + _FLOW, []).append(flow)
+        return seconds
+
     runs: dict[str, Callable[[], Awaitable[float]]] = {"memcpy": two.memcpy}
-    runs |= {name: lambda name=name: two.fetch(name) for name in names}  # type: ignore[misc]
+    runs |= {name: partial(fetch, name) for name in names}
     done = await timings.rounds(runs, rounds)
     count = two.slots * two.region.pitch
     speeds = []
@@ -152,6 +168,7 @@ async def _speeds(two: Pair, names: list[str], rounds: int) -> tuple[list[Speed]
                 median_gb_s=round(count / timings.median(name) / 1e9, 2),
                 best_gb_s=round(count / min(timings.seconds[name]) / 1e9, 2),
                 of_memcpy=round(timings.ratio(name, "memcpy"), 3),
+                flow_of_memcpy=round(timings.flow(name), 3),
                 cpu_s_per_gb=round(cpu_s / (_CPU_FETCHES * count) * 1e9, 3),
             )
         )

@@ -14,7 +14,7 @@ from kvstore.layout import share_of
 from kvstore.lease import Leases
 from kvstore.namespace import KvNamespace
 from kvstore.pool import Pool, PoolListener
-from kvstore.region import make_region
+from kvstore.region import make_region, populate
 from kvstore.slot import pitch_of
 from kvstore.transfer.base import Transport
 
@@ -58,6 +58,7 @@ class PoolKeeper:
         self.clock = clock
         self._one_hello = asyncio.Lock()
         self._made = asyncio.Event()
+        self._closed = False
         self._writers: list[int] = []
 
     async def admit(self, hello: EngineHello) -> Welcome | Refused:
@@ -102,7 +103,7 @@ class PoolKeeper:
             self.pool.expire()
 
     async def run(self) -> None:
-        """Starts the transports once there is a pool."""
+        """Once there is a pool, starts the transports and takes its memory."""
         await self._made.wait()
         assert self.pool is not None and self.leases is not None
         # One by one, and each is used as soon as it is there: the slow ones to start are not the first choice.
@@ -114,9 +115,14 @@ class PoolKeeper:
                 _logger.info("no transport %s: %s", transport.name, error)
             else:
                 self.transports.append(transport)
+        try:
+            await asyncio.to_thread(populate, self.pool.region, lambda: not self._closed)
+        except PoolError as error:
+            _logger.error("--pool-bytes: %s", error)
 
     async def close(self) -> None:
         """Closes the transports; the pool's memory stays, somebody may have mapped it."""
+        self._closed = True
         started = self.transports[:]
         self.transports.clear()
         await asyncio.gather(*(transport.close() for transport in started), return_exceptions=True)

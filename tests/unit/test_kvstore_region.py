@@ -9,8 +9,9 @@ import os
 import pytest
 
 from kvstore.errors import PoolError
-from kvstore.region import make_region
+from kvstore.region import make_region, populate
 from kvstore.slot import PAGE
+from kvstore.transfer.base import Region
 
 
 def test_whoever_maps_the_descriptor_sees_the_same_bytes() -> None:
@@ -42,3 +43,24 @@ def test_sizes_that_cannot_be_are_named(slots: int, pitch: int, named: str) -> N
     with pytest.raises(PoolError, match=f"^{named}: "):
         make_region(slots, pitch)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def resident(region: Region) -> int:
+    """Bytes of the memfd that are there."""
+    return os.fstat(region.fd).st_blocks * 512
+
+
+def test_populating_takes_the_pages_and_keeps_what_is_in_them() -> None:
+    region = make_region(16, 1024 * 1024)
+    region.memory[5 * region.pitch] = 7
+    assert resident(region) < region.pitch
+    populate(region, lambda: True)
+    assert resident(region) == 16 * region.pitch
+    assert region.memory[5 * region.pitch] == 7
+
+
+def test_populating_stops_between_two_pieces() -> None:
+    region = make_region(16, 1024 * 1024)
+    pieces = iter((True, False))
+    populate(region, lambda: next(pieces))
+    assert resident(region) == 8 * region.pitch
