@@ -56,7 +56,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("fetch: {margin: -0.1}", {}, "fetch.margin"),
         ("fetch: {enabled: perhaps}", {}, "fetch.enabled"),
         ("fetch: {max_deadline_ms: 0}", {}, "fetch.max_deadline_ms"),
-        ("", {"PREFIX_GATEWAY_FETCH__MAX_DEADLINE_MS": "600001"}, "fetch.max_deadline_ms"),
+        ("", {"PREFIX_GATEWAY_FETCH__MAX_DEADLINE_MS": "30001"}, "fetch.max_deadline_ms"),
         ("limits: {retry_budget: 2}", {}, "limits.retry_budget"),
         ("limits: {max_body_bytes: 0}", {}, "limits.max_body_bytes"),
         ("telemetry: {log_level: loud}", {}, "telemetry.log_level"),

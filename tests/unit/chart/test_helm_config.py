@@ -80,7 +80,7 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("placement", "allow_pinning", True),
         ("fetch", "enabled", False),
         ("fetch", "margin", 0),
-        ("fetch", "max_deadline_ms", 600_000),
+        ("fetch", "max_deadline_ms", 1),
         ("limits", "max_body_bytes", 1 << 40),
         ("limits", "max_concurrent_requests", 1),
         ("limits", "body_timeout_s", 3.5),
