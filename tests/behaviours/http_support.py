@@ -106,7 +106,9 @@ class FaultEngine:
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
-            writer.transport.abort()
+            # One that has been closed and has nothing more to send is over; asyncio fails when it is aborted then.
+            if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
+                writer.transport.abort()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
