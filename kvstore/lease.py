@@ -34,6 +34,7 @@ class _Entry(NamedTuple):
 
     secret: bytes
     held: tuple[Held, ...]
+    slots: frozenset[int]
     ttl_s: float
     expires: float
     clears: int
@@ -96,7 +97,9 @@ class Leases:
             return Busy(self._pool.counts.pinned, self._limit) if found else Lease("", [], now)
         lease = secrets.token_hex(16)
         ttl_s = min(ttl_s, self._max_ttl_s)
-        self._leases[lease] = _Entry(secret, tuple(held), ttl_s, now + ttl_s, self._pool.clears)
+        # The slots once, and not for each look: a transport takes one every few slots, on threads of its own.
+        slots = frozenset(each.slot for each in held)
+        self._leases[lease] = _Entry(secret, tuple(held), slots, ttl_s, now + ttl_s, self._pool.clears)
         return Lease(lease, held, now + ttl_s)
 
     def renew(self, lease: str, secret: bytes) -> float | None:
@@ -125,7 +128,7 @@ class Leases:
         entry = self._believed(lease, secret)
         if entry is None:
             return None
-        return Grant(lease, frozenset(held.slot for held in entry.held), entry.expires)
+        return Grant(lease, entry.slots, entry.expires)
 
     def expire(self) -> None:
         """End the leases whose time is over."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from kvstore.errors import PoolError
 from kvstore.slot import PAGE
@@ -21,13 +23,16 @@ def make_region(slots: int, pitch: int) -> Region:
     """`slots` slots of `pitch` bytes (`kvstore.slot.pitch_of`) in a memfd, zeroed; pages are taken when first written,
     or by `populate`.
 
-    Raises PoolError for sizes that make no sense or that this host cannot map.
+    Raises PoolError for sizes that make no sense, that this host has not the memory for, or that it cannot map.
     """
     if slots < 1:
         raise PoolError(f"slots: must be above 0, got {slots}; the pool is smaller than one block")
     if pitch < PAGE or pitch % PAGE:
         raise PoolError(f"pitch: must be a multiple of {PAGE}, got {pitch}")
     size = slots * pitch
+    # The kernel maps more than there is, and later kills whoever is largest: that may be the engine.
+    if (available := available_memory()) is not None and size > available:
+        raise PoolError(f"slots: {slots} of {pitch} bytes are {size}, and {available} bytes of memory are available")
     fd = -1
     try:
         fd = os.memfd_create("kvstore-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -65,6 +70,21 @@ def populate(region: Region, going_on: Callable[[], bool]) -> None:
             if error == errno.EINVAL:
                 return
             raise PoolError(f"slots: cannot take the memory of {region.slots} of {region.pitch}: {os.strerror(error)}")
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take, on this host and within its control group; None where nobody says."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    # Of the group alone that a container sees as its root; its page cache counts as used, but can be taken back.
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        group = Path("/sys/fs/cgroup")
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(counts["inactive_file"]) - int(counts["active_file"])
+        found.append(int((group / "memory.max").read_text()) - used)
+    return min(found, default=None)
 
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise

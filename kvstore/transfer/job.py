@@ -37,9 +37,10 @@ class Job:
         """Ends the job: the worker returns at its next step, or out of its system call."""
         self._stopped = self._stopped or why
         # The flag first: a worker that sets `interrupt` after this line looks at the flag once more before it blocks.
-        if self.interrupt is not None:
+        # Looked at once: the worker takes it away when it has ended.
+        if (interrupt := self.interrupt) is not None:
             with contextlib.suppress(OSError):
-                self.interrupt()
+                interrupt()
 
 
 class Jobs:

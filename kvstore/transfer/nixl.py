@@ -16,7 +16,7 @@ import time
 
 import msgspec
 
-from kvstore.errors import TransferError
+from kvstore.errors import TransferError, TransportUnavailable
 from kvstore.peer_messages import Offer
 from kvstore.transfer.base import Arrived, Authorize, Grant, Plan, Region, Result, Transport
 from kvstore.transfer.host import has_rdma, host_identity, may_read_memory
@@ -68,8 +68,12 @@ class Nixl(Transport):
         self._jobs = Jobs()
 
     async def start(self, region: Region, authorize: Authorize) -> None:
+        try:
+            host = host_identity()
+        except OSError as error:
+            raise TransportUnavailable(f"{self.name}: {error}") from error
         address = await asyncio.to_thread(self._agent.open, region)
-        self._offer = _Offer(host_identity(), os.getpid(), has_rdma(), address)
+        self._offer = _Offer(host, os.getpid(), has_rdma(), address)
 
     def offer(self) -> Offer:
         return Offer(transport=self.name, data=msgspec.msgpack.encode(self._offer))

@@ -61,12 +61,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Peer:
-    """Another agent, connected: its slots as NIXL knows them, and how many transfers use them."""
+    """Another agent, connected: its slots as NIXL knows them, and how many moves use them. One that is `forgotten` is
+    given back with its last user."""
 
     def __init__(self, address: Address, descriptors: Any) -> None:
         self.address = address
         self.descriptors = descriptors
         self.users = 0
+        self.forgotten = False
 
 
 class _Posted(msgspec.Struct):
@@ -147,12 +149,22 @@ class NixlAgent:
         return found
 
     def forget(self, peer: Peer) -> None:
-        """Disconnect; whoever needs it again connects anew."""
-        self._peers.pop(peer.address.name, None)
+        """Disconnect, as soon as no move uses it any more; whoever needs it again connects anew."""
+        if self._peers.get(peer.address.name) is peer:
+            del self._peers[peer.address.name]
+        if not peer.forgotten:
+            peer.forgotten = True
+            self._disconnect(peer)
+
+    def _disconnect(self, peer: Peer) -> None:
+        # A move in the making would post its next chunk with descriptors that NIXL has freed.
+        if peer.users or not peer.forgotten:
+            return
         with contextlib.suppress(Exception):
             self._agent.release_dlist_handle(peer.descriptors)
-        with contextlib.suppress(Exception):
-            self._agent.remove_remote_agent(peer.address.name)
+        if peer.address.name not in self._peers:
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(peer.address.name)
 
     def move(
         self,
@@ -196,6 +208,7 @@ class NixlAgent:
         finally:
             if peer is not None:
                 peer.users -= 1
+                self._disconnect(peer)
             left = [each for each in waiting if not self._settled(each)]
             self._orphans += left
         return Result(done, gone or not left, "" if done == len(ours) else why)

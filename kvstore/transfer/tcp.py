@@ -25,7 +25,8 @@ IDLE_S = 30.0
 CONNECT_S = 3.0
 """An owner that does not accept a connection within this is not tried any longer."""
 
-_THREADS = 8
+_THREADS = 16
+"""As many as an agent has fetches at once, so that a slow owner keeps no fetch from another waiting."""
 
 _Peer = tuple[str, int]
 
@@ -151,7 +152,11 @@ async def _connect(peer: _Peer, job: Job) -> socket.socket:
     loop = asyncio.get_running_loop()
     failed = OSError("the name has no address")
     async with asyncio.timeout(min(CONNECT_S, job.remaining())):
-        for family, kind, protocol, _, address in await loop.getaddrinfo(*peer, type=socket.SOCK_STREAM):
+        try:
+            found = await loop.getaddrinfo(*peer, type=socket.SOCK_STREAM)
+        except (ValueError, OverflowError) as error:
+            raise OSError(f"no place on a network: {error}") from error
+        for family, kind, protocol, _, address in found:
             connection = socket.socket(family, kind, protocol)
             try:
                 connection.setblocking(False)

@@ -14,13 +14,15 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from kvstore.transfer.base import Authorize, Region
 
 MAX_CONNECTIONS = 64
-"""Readers served at once; the next one is hung up on, and computes instead."""
+"""Connections at once. The next one takes the place of that on which nothing has been asked for longest; while all
+are being answered, it is hung up on, and its reader computes instead."""
 
 IDLE_S = 60.0
 """A connection on which nothing is asked for so long is closed."""
@@ -51,7 +53,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 class Owner:
     """Owns the listening socket, one thread that accepts, and one for each reader that is connected. `authorize` is
-    asked from those threads."""
+    asked from those threads. Readers keep connections for their next fetch, so many readers have many idle ones."""
 
     def __init__(self, host: str, port: int, region: Region, authorize: Authorize) -> None:
         """Listens from now on. Raises OSError when it cannot."""
@@ -60,6 +62,7 @@ class Owner:
         self._authorize = authorize
         self._lock = threading.Lock()
         self._readers: dict[socket.socket, threading.Thread] = {}
+        self._idle: dict[socket.socket, None] = {}
         self._closed = False
         self._listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -83,6 +86,7 @@ class Owner:
         with self._lock:
             assert len(self._readers) <= MAX_CONNECTIONS
             assert not self._closed or not self._readers
+            assert self._idle.keys() <= self._readers.keys()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -94,13 +98,22 @@ class Owner:
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="tcp-reader", daemon=True)
             with self._lock:
+                if len(self._readers) >= MAX_CONNECTIONS and self._idle:
+                    self._hang_up(next(iter(self._idle)))
                 welcome = not self._closed and len(self._readers) < MAX_CONNECTIONS
                 if welcome:
                     self._readers[connection] = thread
+                    self._idle[connection] = None
             if welcome:
                 thread.start()
             else:
                 connection.close()
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Its thread, which waits for the next ask, hears of it and ends."""
+        del self._idle[connection], self._readers[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -112,23 +125,36 @@ class Owner:
             pass
         finally:
             with self._lock:
-                del self._readers[connection]
+                self._idle.pop(connection, None)
+                self._readers.pop(connection, None)
             connection.close()
 
     def _answer(self, connection: socket.socket) -> bool:
         """One ask; False when the connection has to be closed."""
         wait(connection, IDLE_S)
         length = read(connection, LENGTH.size)
+        with self._lock:
+            if connection not in self._idle:
+                return False  # Hung up on just now.
+            del self._idle[connection]
+        try:
+            return self._answer_ask(connection, length)
+        finally:
+            with self._lock:
+                if connection in self._readers:
+                    self._idle[connection] = None
+
+    def _answer_ask(self, connection: socket.socket, length: bytes) -> bool:
         wait(connection, STALL_S)
         ask = msgspec.msgpack.decode(read(connection, _bounded(length)), type=Ask)
-        if not all(self._may(ask, slot) for slot in ask.slots):
+        if not self._may(ask, ask.slots):
             send(connection, Answer("the owner refuses: no such lease"))
             return True
         send(connection, Answer())
         memory, pitch = self._region.memory, self._region.pitch
         for at in range(0, len(ask.slots), AT_ONCE):
             slots = ask.slots[at : at + AT_ONCE]
-            if not all(self._may(ask, slot) for slot in slots):
+            if not self._may(ask, slots):
                 return False
             # Blocking, so it sends all of it, unless the reader stalls.
             sent = connection.sendmsg([memory[slot * pitch : (slot + 1) * pitch] for slot in slots])
@@ -136,9 +162,10 @@ class Owner:
                 return False
         return True
 
-    def _may(self, ask: Ask, slot: int) -> bool:
+    def _may(self, ask: Ask, slots: Sequence[int]) -> bool:
+        """Whether the lease names all of these now: one look for however many."""
         grant = self._authorize(ask.lease, ask.secret)
-        return grant is not None and slot in grant.slots and time.monotonic() < grant.deadline
+        return grant is not None and grant.slots.issuperset(slots) and time.monotonic() < grant.deadline
 
 
 def tune(connection: socket.socket, *, send_s: float) -> None:

@@ -66,7 +66,9 @@ class PoolLink:
                 self._say(logging.WARNING, f"no agent, computing without it: {error}")
                 wait = min(max(2 * wait, _FIRST_RETRY_S), _LONGEST_RETRY_S)
             else:
-                self._say(logging.INFO, f"connected to the agent's pool at {self.path}: {self._client.slots} slots")
+                # As loud as what it puts an end to.
+                level = logging.WARNING if self._said else logging.INFO
+                self._say(level, f"connected to the agent's pool at {self.path}: {self._client.slots} slots")
                 wait = _FIRST_RETRY_S
         if self._client is not None:
             self._client.close()

@@ -95,13 +95,17 @@ class Estimates:
 
     def predict(self, prompt: Prompt, own: int, remote: int, source: str) -> Prediction:
         """For `own` blocks out of the agent's pool and then `remote` ones from `source`."""
-        moved = (self._link(source) or self._any).seconds(remote * prompt.block_bytes) if remote else 0.0
+        moved = self.moving(source, remote * prompt.block_bytes) if remote else 0.0
         copied = self._copy.seconds((own + remote) * prompt.block_bytes) if own + remote else 0.0
         return Prediction(
             moved + copied,
             self._prefill.seconds(*prompt.rest(own + remote)),
             self._prefill.seconds(*prompt.rest(0)),
         )
+
+    def moving(self, source: str, size: int) -> float:
+        """Seconds in which `size` bytes are expected to come from `source`."""
+        return (self._link(source) or self._any).seconds(size)
 
     def worth_copying(self, prompt: Prompt, own: int) -> bool:
         """Whether to use `own` blocks out of the agent's pool."""
@@ -112,6 +116,11 @@ class Estimates:
         """Whether to fetch `remote` blocks, where the alternative is to use `own` ones and compute the rest."""
         expected, without = self.predict(prompt, own, remote, source), self.predict(prompt, own, 0, "")
         return decide(expected.fetch_s, expected.rest_s, without.fetch_s + without.rest_s, self._margin)
+
+    def worth_waiting(self, prompt: Prompt, own: int, remote: int, left_s: float) -> bool:
+        """Whether to wait `left_s` for `remote` blocks that come anyway, or to use `own` ones and compute the rest."""
+        expected, without = self.predict(prompt, own + remote, 0, ""), self.predict(prompt, own, 0, "")
+        return decide(left_s + expected.fetch_s, expected.rest_s, without.fetch_s + without.rest_s, self._margin)
 
     @property
     def prefill_tokens_per_s(self) -> float | None:

@@ -35,9 +35,10 @@ class Waiter(Protocol):
 class Coming:
     """One fetch under way: what it brings and who waits for it. Mutated by `Fetches` alone."""
 
-    def __init__(self, order: Order, fetch: Fetch) -> None:
+    def __init__(self, order: Order, fetch: Fetch, began: float) -> None:
         self.order = order
         self.fetch = fetch
+        self.began = began
         self.decided: int | None = None
         self.waiters: list[Waiter] = []
         self.task: asyncio.Task[None] | None = None
@@ -85,16 +86,23 @@ class Fetches:
             run += 1
         return coming, first, run
 
+    def left_s(self, coming: Coming, around: Surroundings) -> float:
+        """Seconds until all of a fetch is expected to be there; before, nobody gets any of it."""
+        expected = self._estimates.moving(coming.order.source, len(coming.keys) * around.pool.block_bytes)
+        return max(0.0, expected - (around.clock() - coming.began))
+
     def start(self, order: Order, around: Surroundings, waiter: Waiter) -> Coming | None:
         """Begins a fetch for `waiter`; None when too many are under way."""
         if len(self._live) >= MAX_FETCHES:
             return None
-        coming = Coming(order, Fetch(order, around))
+        coming = Coming(order, Fetch(order, around), around.clock())
         coming.waiters.append(waiter)
         for key in order.keys:
             self._coming.setdefault(key, coming)
         self._live.add(coming)
         coming.task = asyncio.create_task(self._run(coming, around))
+        # Not in the task: one that is cancelled before its first step never runs a line of it.
+        coming.task.add_done_callback(lambda _: self._live.discard(coming))
         return coming
 
     def join(self, coming: Coming, waiter: Waiter) -> None:
@@ -173,6 +181,9 @@ class Fetches:
                 size = coming.decided * around.pool.block_bytes
                 seconds += (share - 1) * coming.steps.move_s
             self._estimates.fetched(coming.order.source, size, seconds)
-        elif result.outcome is FetchOutcome.LATE and coming.decided:
-            # It would have taken longer still; without this a link that became slow is tried again and again.
-            self._estimates.fetched(coming.order.source, coming.decided * around.pool.block_bytes, seconds)
+        elif coming.decided and result.outcome in (FetchOutcome.LATE, FetchOutcome.FAILED):
+            # It would have taken longer still; without this a link that became slow is tried again and again, and so is
+            # one whose port nothing gets through to. Of one that fails at once nothing is known.
+            size = coming.decided * around.pool.block_bytes
+            if result.outcome is FetchOutcome.LATE or seconds > self._estimates.moving(coming.order.source, size):
+                self._estimates.fetched(coming.order.source, size, seconds)

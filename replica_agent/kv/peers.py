@@ -47,7 +47,10 @@ class Peers:
     """
 
     def __init__(self, token: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        # No peer of ours compresses, and of what another sends the length says what it takes here.
+        self._headers = {"accept-encoding": "identity"}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
         self._clock = clock
         self._opened: aiohttp.ClientSession | None = None
         self._refused: dict[tuple[str, bytes], tuple[float, PeerError]] = {}
@@ -109,6 +112,7 @@ class Peers:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
+                auto_decompress=False,
             )
         return self._opened
 

@@ -223,18 +223,24 @@ class Search:
         return FetchOutcome.MISSED, "", hint
 
     def _join(self) -> bool:
-        """Waits for blocks that another request is having fetched."""
+        """Waits for blocks that another request is having fetched, or, where computing them is done before all of that
+        fetch is there, does without: nobody else can fetch them meanwhile."""
+        desk = self._desk
         own = len(self._pins)
-        found = self._desk.fetches.coming(self._keys[own:])
+        found = desk.fetches.coming(self._keys[own:])
         if found is None:
             return False
-        self._coming, self._first, self._remote = found
-        self._account.source = self._coming.order.source
-        self._account.asked = own + self._remote
-        self.deadline = self._coming.order.deadline
+        coming, first, remote = found
+        if not desk.estimates.worth_waiting(self._prompt, own, remote, desk.fetches.left_s(coming, self._around)):
+            self._settle(FetchOutcome.DECLINED, "cheaper_to_compute")
+            return True
+        self._coming, self._first, self._remote = coming, first, remote
+        self._account.source = coming.order.source
+        self._account.asked = own + remote
+        self.deadline = coming.order.deadline
         self.state = State.DECIDING
-        decided = self._coming.decided is not None
-        self._desk.fetches.join(self._coming, self)
+        decided = coming.decided is not None
+        desk.fetches.join(coming, self)
         if decided:
             self.state = State.LOADING
             self._decided(own, self._remote)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,13 +31,22 @@ _logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.5
 
+MAX_REPLACED = 64
+"""Lives remembered whose place another one took while they were connected."""
+
+TWO_ENGINES = (
+    "engine_id: another engine has connected since, and an agent serves one; if both are to run, give each an agent "
+    "and a --kv-socket of its own"
+)
+
 
 class KvService:
     """Owns every part of an agent that has to do with blocks, and which life of the engine is connected.
 
     An engine that connects under another id is another life: what the last one had asked for is released, what it was
-    writing quarantined, and its connections are ended; the pool's blocks stay. Used on one event loop; `run` ends when
-    cancelled, and leaves nothing behind.
+    writing quarantined, and its connections are ended; the pool's blocks stay. A life whose place was taken is refused
+    while its successor is there: otherwise two engines on one socket would hang up on each other for ever. Used on one
+    event loop; `run` ends when cancelled, and leaves nothing behind.
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class KvService:
         self._clock = clock
         self._secret = secrets.token_bytes(16)
         self._sessions: set[EngineSession] = set()
+        self._replaced: deque[str] = deque(maxlen=MAX_REPLACED)
 
     @property
     def engine_connected(self) -> bool:
@@ -111,11 +121,15 @@ class KvService:
 
     async def greet(self, hello: EngineHello, hang_up: Callable[[], object]) -> Greeting:
         """An engine connects."""
+        if hello.engine_id in self._replaced and any(each.engine_id != hello.engine_id for each in self._sessions):
+            return Greeting(Refused(reason=TWO_ENGINES))
         answer = await self.keeper.admit(hello)
         pool, namespace = self.keeper.pool, self.keeper.namespace
         if isinstance(answer, Refused) or pool is None or namespace is None:
             return Greeting(answer)
         for session in [each for each in self._sessions if each.engine_id != hello.engine_id]:
+            if session.engine_id not in self._replaced:
+                self._replaced.append(session.engine_id)
             session.close()
             session.hang_up()
         around = Surroundings(

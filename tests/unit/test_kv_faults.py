@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvstore.engine_messages import Loading, Nothing, Ready
 from kvstore.messages import FetchOutcome
 from kvstore.slot import verify
 from kvstore.transfer.loopback import Network
+from replica_agent.engines.errors import PoolRefused
 
 TEN = keys_of(*range(10))
 
@@ -218,6 +220,22 @@ async def test_a_deadline_without_a_block_is_late(tmp_path: Path) -> None:
         await both_quiet(source, reader)
 
 
+async def test_an_owner_that_nothing_gets_through_to_is_found_slow(tmp_path: Path) -> None:
+    network = Network()
+    async with pair(tmp_path, network) as (source, reader):
+        await source.engine.save(TEN)
+        network.faults.hold, network.faults.stop_after = asyncio.Event(), 0
+        before = reader.kv.estimates.link.seconds(BLOCK_BYTES)
+        await reader.engine.prepare("r", TEN, source.hint(10))
+        began = time.monotonic()
+        await until(lambda: time.monotonic() > began + 0.1, "as long as nothing gets through")
+        network.faults.hold.set()
+        assert await reader.engine.settled("r") == Nothing(reason="broken")
+        assert reader.record.outcome is FetchOutcome.FAILED
+        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
+        await both_quiet(source, reader)
+
+
 async def test_what_a_deadline_cuts_short_teaches_what_all_would_have_taken(tmp_path: Path) -> None:
     network = Network()
     async with pair(tmp_path, network) as (source, reader):
@@ -394,6 +412,20 @@ async def test_a_new_life_takes_over_from_one_that_hangs(tmp_path: Path) -> None
         assert reserved[0] is not None
         assert await new.commit([(key_of(20), reserved[0])]) == 0
         await subject.quiet()
+
+
+async def test_two_engines_on_one_socket_do_not_take_turns(tmp_path: Path) -> None:
+    async with agent(tmp_path, Network()) as subject:
+        await subject.connect(engine_id="life-1")
+        new = await subject.connect(engine_id="life-2")
+        with pytest.raises(PoolRefused, match="engine_id: another engine"):
+            await subject.connect(engine_id="life-1")
+        assert new.client.alive()
+        # Once it has gone, the place is free.
+        await new.close()
+        await until(lambda: not subject.kv.engine_connected, "gone")
+        old = await subject.connect(engine_id="life-1")
+        assert await old.save(TEN) == 10
 
 
 async def test_other_weights_find_an_empty_pool(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from replica_agent.kv.peers import REFUSED_FOR_S, Peers
 
 KEYS = keys_of(*range(4))
 SECRET = b"s" * 16
+GRANT = msgspec.msgpack.encode(LeaseGrant(lease="", ttl_s=1, slots=[], generations=[], pitch=1, offers=[]))
 
 
 @contextlib.asynccontextmanager
@@ -183,6 +185,7 @@ async def _drip() -> Any:
         (Response(b"no msgpack"), "nonsense", False),
         (Response(msgspec.msgpack.encode(LeaseTerm(ttl_s=1))), "nonsense", False),
         (StreamingResponse(_drip()), "nonsense", False),
+        (Response(gzip.compress(GRANT), headers={"content-encoding": "gzip"}), "nonsense", False),
         (Response(b"", 500), "status", False),
         (Response(b"", 302, {"location": "http://127.0.0.1:1/"}), "status", False),
         (Response(b"?", 409), "status", False),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest.mock import ANY
 
 import msgspec
 import pytest
 from agent_support import until
-from kv_support import BLOCK_TOKENS, agent, keys_of, pair
+from kv_support import BLOCK_BYTES, BLOCK_TOKENS, agent, keys_of, pair
 
-from kvstore.engine_messages import Accepted, Nothing, Ready
+from kvstore.engine_messages import Accepted, Nothing, Pending, Prepare, Ready
 from kvstore.messages import FetchOutcome
+from kvstore.namespace import pack_content_keys
 from kvstore.transfer.loopback import Network
+from replica_agent.kv.fetches import MAX_FETCHES
 
 TEN = keys_of(*range(10))
 
@@ -160,6 +163,48 @@ async def test_no_more_fetches_at_once_than_threads_can_serve(tmp_path: Path, mo
         assert (reader.record.outcome, reader.record.asked) == (FetchOutcome.FAILED, 0)
         network.faults.hold.set()
         assert await reader.engine.load("r", TEN, source.hint(10)) == 10
+        await source.quiet()
+        await reader.quiet()
+
+
+async def test_a_fetch_that_nobody_wants_before_it_has_begun_counts_no_more(tmp_path: Path) -> None:
+    async with pair(tmp_path, Network()) as (source, reader):
+        await source.engine.save(TEN)
+        kv = reader.kv
+        (session,) = kv._sessions
+        asked = Prepare(
+            request="r",
+            keys=pack_content_keys(TEN),
+            cached_blocks=0,
+            prompt_tokens=10 * BLOCK_TOKENS + 1,
+            hint=source.hint(10),
+        )
+        for _ in range(MAX_FETCHES):
+            # Both before the event loop has its next turn, as when another engine connects in the same one.
+            kv.searches.prepare(session, session._around, asked, TEN, BLOCK_TOKENS)
+            kv.searches.cancel("r")
+        await until(lambda: kv.fetches.idle, "no fetch")
+        assert await reader.engine.load("r", TEN, source.hint(10)) == 10
+        await source.quiet()
+        await reader.quiet()
+
+
+async def test_nobody_waits_for_more_than_he_wants_longer_than_computing_takes(tmp_path: Path) -> None:
+    network = Network()
+    async with pair(tmp_path, network) as (source, reader):
+        await source.engine.save(TEN)
+        for _ in range(50):
+            # So the ten blocks come in 10 seconds, and are computed in 16; the first one alone in 1.6.
+            reader.kv.estimates.prefilled(1_000, 0, 100.0)
+            reader.kv.estimates.fetched(source.name, 10 * BLOCK_BYTES, 10.0)
+        network.faults.hold = asyncio.Event()
+        await reader.engine.prepare("all", TEN, source.hint(10))
+        await until(lambda: len(reader.kv.fetches) == 1)
+        assert await reader.engine.prepare("first", TEN[:1]) == Nothing(reason="cheaper_to_compute")
+        assert await reader.engine.prepare("too", TEN) in (Pending(), Accepted(blocks=10, deadline_s=ANY))
+        network.faults.hold.set()
+        assert await reader.engine.load("too", TEN) == 10
+        assert await reader.engine.load("all", TEN, source.hint(10)) == 10
         await source.quiet()
         await reader.quiet()
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from kvstore.errors import PoolError
-from kvstore.region import make_region, populate
+from kvstore.region import available_memory, make_region, populate
 from kvstore.slot import PAGE
 from kvstore.transfer.base import Region
 
@@ -43,6 +43,14 @@ def test_sizes_that_cannot_be_are_named(slots: int, pitch: int, named: str) -> N
     with pytest.raises(PoolError, match=f"^{named}: "):
         make_region(slots, pitch)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pool_larger_than_the_memory_there_is_is_not_made() -> None:
+    available = available_memory()
+    assert available is not None
+    # Twice, because memory becomes free meanwhile; the kernel would map it.
+    with pytest.raises(PoolError, match=r"slots: .* bytes of memory are available"):
+        make_region(2 * available // PAGE, PAGE)
 
 
 def resident(region: Region) -> int:

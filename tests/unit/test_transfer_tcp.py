@@ -11,15 +11,16 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
-from transfer_support import BLOCK_BYTES, PITCH, SLOTS, Reader, everybody
+from agent_support import until
+from transfer_support import BLOCK_BYTES, PITCH, SLOTS, Reader, everybody, nobody
 
 from kvstore.errors import TransportUnavailable
 from kvstore.peer_messages import Offer
 from kvstore.region import make_region
 from kvstore.transfer import tcp_owner
-from kvstore.transfer.base import Result
+from kvstore.transfer.base import Grant, Result
 from kvstore.transfer.tcp import Tcp
-from replica_agent.bench.peer import HOST, fill
+from replica_agent.bench.peer import HOST, LEASE, SECRET, fill
 
 WAIT_S = 10.0
 
@@ -77,11 +78,30 @@ async def test_slots_that_no_pool_has_are_refused() -> None:
             assert b"no such lease" in answer
 
 
+async def test_the_lease_is_looked_at_once_for_several_slots() -> None:
+    """What a look costs may grow with the lease, so one for each slot would cost the square of a prompt's length."""
+    region = make_region(SLOTS, PITCH)
+    fill(region, BLOCK_BYTES, range(SLOTS))
+    looks = []
+
+    def authorize(lease: str, secret: bytes) -> Grant | None:
+        looks.append(lease)
+        return everybody(region)(lease, secret)
+
+    owner, reading = Tcp(HOST), Tcp(HOST)
+    await owner.start(region, authorize)
+    reader = await Reader.started(reading)
+    assert await reader.fetch(reader.plan(owner.offer())) == Result(SLOTS, True)
+    assert len(looks) == 1 + SLOTS // tcp_owner.AT_ONCE
+    await reading.close()
+    await owner.close()
+
+
 async def test_no_more_readers_than_there_are_threads_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_owner, "MAX_CONNECTIONS", 2)
     async with owner_and_reader() as (reader, offer, port):
-        # Each is served once, so it is known to have its thread.
-        ask = msgspec.msgpack.encode(("lease", b"wrong", [0]))
+        # Each is being answered, and takes so little of it that it stays so.
+        ask = msgspec.msgpack.encode((LEASE, SECRET, [*range(SLOTS)] * 16))
         frame = len(ask).to_bytes(4, "little") + ask
         with contextlib.ExitStack() as stack:
             for _ in range(2):
@@ -97,6 +117,33 @@ async def test_no_more_readers_than_there_are_threads_for(monkeypatch: pytest.Mo
                 break
         else:
             pytest.fail("the owner never had room again")
+
+
+async def test_who_asks_nothing_makes_room_for_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_owner, "MAX_CONNECTIONS", 2)
+    owner = tcp_owner.Owner(HOST, 0, make_region(SLOTS, PITCH), nobody)
+    ask = msgspec.msgpack.encode(("lease", b"wrong", [0]))
+    frame = len(ask).to_bytes(4, "little") + ask
+
+    async def answered(connection: socket.socket, idle: int) -> None:
+        connection.sendall(frame)
+        assert b"no such lease" in await asyncio.to_thread(connection.recv, 100)
+        await until(lambda: len(owner._idle) == idle, "idle again")
+
+    with contextlib.ExitStack() as stack:
+        first, second, third, fourth = (stack.enter_context(socket.socket()) for _ in range(4))
+        for connection, idle in ((first, 1), (second, 2), (third, 2)):
+            connection.connect((HOST, owner.port))
+            await answered(connection, idle)
+        assert await asyncio.to_thread(first.recv, 100) == b""
+        await answered(second, 2)
+        fourth.connect((HOST, owner.port))
+        await answered(fourth, 2)
+        # The third had been idle for longer than the second.
+        assert await asyncio.to_thread(third.recv, 100) == b""
+        await answered(second, 2)
+        owner.check()
+    await asyncio.to_thread(owner.close)
 
 
 def nothing(connection: socket.socket) -> None:
@@ -151,6 +198,16 @@ async def test_nobody_listens() -> None:
     assert (result.moved, result.stopped) == (0, True)
     assert result.error.startswith(f"cannot connect to {HOST}:{port}")
     await reading.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".invalid", "a\0b"])
+async def test_a_host_that_cannot_be_one(host: str) -> None:
+    reader = await Reader.started(Tcp(HOST))
+    offer = Offer(transport="tcp", data=msgspec.msgpack.encode((1, PITCH, host)))
+    result = await reader.fetch(reader.plan(offer))
+    assert (result.moved, result.stopped) == (0, True)
+    assert result.error.startswith("cannot connect to ")
+    await reader.transport.close()
 
 
 async def test_peers_connect_where_they_are_told_to() -> None:
