@@ -86,9 +86,13 @@ class CostModel:
         Each source serves the first `served_tokens`, in whole blocks; `view` reports to hold `cached_tokens` itself.
         """
         state = view.fetch
-        if state is None or not view.block_bytes or served_tokens <= cached_tokens:
+        if state is None:
             return None
         block_tokens = view.block_units * UNIT_TOKENS
+        # What is fetched goes through the replica's own pool.
+        served_tokens = min(served_tokens, cached_tokens + state.slots * block_tokens)
+        if not view.block_bytes or served_tokens <= cached_tokens:
+            return None
         size = (served_tokens - cached_tokens) // block_tokens * view.block_bytes
         prices = {name: state.links.get(name, state.link).seconds(size) for name in sources if name != view.id}
         if not prices:

@@ -248,11 +248,12 @@ class Placer:
         plan = self._cost.fetch(option.view, tokens, option.reported.usable, sources, served)
         if plan is None:
             return
-        if served <= option.cached:
+        reach = option.reported.usable + plan.tokens
+        if reach <= option.cached:
             plan = msgspec.structs.replace(plan, counted=False)
         option.fetch = plan
         if plan.counted:
-            fetched = served - option.cached
+            fetched = reach - option.cached
             option.terms = self._cost.terms(
                 option.view, tokens, option.cached, option.blocks, fetched_tokens=fetched, fetch_s=plan.seconds
             )

@@ -22,7 +22,7 @@ COST = CostModel(PlacementSettings())
 
 def _fetching(speed: float = 1000.0, acts: bool = True, **links: LinkEstimate) -> ReplicaView:
     """A block of 1,000 bytes; any peer can be read at 100,000 bytes/s after 10 ms: 10 ms a block."""
-    state = FetchState(namespace="n", acts=acts, slots=10, link=LinkEstimate(0.01, 100_000.0), links=links)
+    state = FetchState(namespace="n", acts=acts, slots=1_000, link=LinkEstimate(0.01, 100_000.0), links=links)
     return _view(prefill_tokens_per_s=speed, block_bytes=1000, fetch=state)
 
 
@@ -88,6 +88,12 @@ def test_there_is_nothing_to_fetch_without_a_pool_bytes_or_more_than_is_held():
     assert COST.fetch(msgspec.structs.replace(_fetching(), block_bytes=0), 1000, 0, ["b"], 960) is None
     assert COST.fetch(_fetching(), 1000, 960, ["b"], 960) is None
     assert COST.fetch(_fetching(), 1000, 0, [], 960) is None
+
+
+def test_no_more_is_fetched_than_the_replicas_own_pool_has_room_for():
+    small = msgspec.structs.replace(_fetching(), fetch=msgspec.structs.replace(_fetching().fetch, slots=20))
+    plan = COST.fetch(small, 1000, 160, ["b"], 960)
+    assert (plan.blocks, plan.tokens, plan.bytes) == (30, 320, 20_000)
 
 
 def test_a_fetch_may_take_as_long_as_recomputing_what_it_brings_within_bounds():
