@@ -328,7 +328,12 @@ def _descriptors(pid: int) -> Counter[str]:
 
 
 def _children() -> set[str]:
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    """Processes that this one has started. A thread that ends while it is looked at has none left."""
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def _value(page: str, sample: str) -> float:
