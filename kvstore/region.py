@@ -56,8 +56,8 @@ def populate(region: Region, going_on: Callable[[], bool]) -> None:
     """Take the pages of a region now, piece by piece, as long as `going_on`; contents stay. Blocks: for a thread.
 
     A page that is first touched by a fetch makes it wait: 10 us for each 4 KiB where memory is virtualized, so that 47
-    MB took 120 ms instead of 10 (`benchmarks/README.md`, fetched against recomputed). Raises PoolError when the host has
-    not so much memory; a kernel that cannot do it (before 5.14) leaves the pages to be touched.
+    MB took 120 ms instead of 10 (`benchmarks/README.md`, fetched against recomputed). Raises PoolError when the host
+    has not so much memory; a kernel that cannot do it (before 5.14) leaves the pages to be touched.
     """
     size = region.slots * region.pitch
     for start in range(0, size, _PIECE):
