@@ -9,11 +9,15 @@ slots are parallelism-free (`kvstore.layout`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import msgspec
 
 CONTENT_KEY_BYTES = 32
 """Length of an engine's block hash."""
+
+MAX_CONTENT_KEYS = 65_536
+"""Blocks in one message: a million tokens in blocks of 16."""
 
 SLOT_LAYOUT = "hl2td-v1"
 """Order of a slot's payload: heads, layers, K and V, tokens, dims. Part of the namespace: another order must miss."""
@@ -59,7 +63,7 @@ class KvNamespace(msgspec.Struct, frozen=True, kw_only=True):
 _PLAIN = tuple(name for name in KvNamespace.__struct_fields__ if name != "identity")
 
 
-def pack_content_keys(keys: list[bytes]) -> bytes:
+def pack_content_keys(keys: Collection[bytes]) -> bytes:
     """ContentKeys as they travel: one after the other. Raises ValueError for one that is not 32 bytes."""
     for key in keys:
         if len(key) != CONTENT_KEY_BYTES:
@@ -68,7 +72,9 @@ def pack_content_keys(keys: list[bytes]) -> bytes:
 
 
 def unpack_content_keys(packed: bytes) -> list[bytes]:
-    """The inverse. Raises ValueError when the length is no multiple of 32."""
+    """The inverse, for what a peer sent. Raises ValueError for a length that is no multiple of 32, or too many keys."""
     if len(packed) % CONTENT_KEY_BYTES:
         raise ValueError(f"packed content keys must be a multiple of {CONTENT_KEY_BYTES} bytes, got {len(packed)}")
+    if (count := len(packed) // CONTENT_KEY_BYTES) > MAX_CONTENT_KEYS:
+        raise ValueError(f"{count} of them; the limit is {MAX_CONTENT_KEYS}")
     return [packed[at : at + CONTENT_KEY_BYTES] for at in range(0, len(packed), CONTENT_KEY_BYTES)]

@@ -74,7 +74,7 @@ class PoolClient:
 
     def lookup(self, request: str, keys: Sequence[bytes]) -> int:
         """Blocks of the longest run that the agent's own pool holds."""
-        return self._ask(wire.Lookup(request=request, keys=pack_content_keys([*keys])), wire.Found).blocks
+        return self._ask(wire.Lookup(request=request, keys=pack_content_keys(keys)), wire.Found).blocks
 
     def prepare(
         self, request: str, keys: Sequence[bytes], cached_blocks: int, prompt_tokens: int, hint: Hint | None
@@ -82,7 +82,7 @@ class PoolClient:
         """Ask for the blocks that follow `cached_blocks`."""
         question = wire.Prepare(
             request=request,
-            keys=pack_content_keys([*keys]),
+            keys=pack_content_keys(keys),
             cached_blocks=cached_blocks,
             prompt_tokens=prompt_tokens,
             hint=hint,
@@ -114,7 +114,7 @@ class PoolClient:
 
     def reserve(self, keys: Sequence[bytes], parent: bytes) -> list[Reserved | None]:
         """Slots for consecutive blocks, None for one that is not to be saved. `parent` is b"" at a prompt's start."""
-        reserved = self._ask(wire.Reserve(keys=pack_content_keys([*keys]), parent=parent), wire.Reserved)
+        reserved = self._ask(wire.Reserve(keys=pack_content_keys(keys), parent=parent), wire.Reserved)
         if not len(reserved.slots) == len(reserved.generations) == len(keys):
             raise self._end(f"{len(reserved.slots)} slots for {len(keys)} blocks")
         pairs = zip(reserved.slots, reserved.generations, strict=True)
@@ -123,7 +123,7 @@ class PoolClient:
     def commit(self, keys: Sequence[bytes], reserved: Sequence[Reserved], written: Sequence[bool]) -> int:
         """These reserved slots are written, or given up. Returns how many blocks became visible by it."""
         question = wire.Commit(
-            keys=pack_content_keys([*keys]),
+            keys=pack_content_keys(keys),
             slots=[each.slot for each in reserved],
             generations=[each.generation for each in reserved],
             written=[*written],

@@ -14,9 +14,6 @@ from replica_agent.kv.decision import Estimates
 from replica_agent.kv.fetch import Surroundings
 from replica_agent.kv.searches import Searches
 
-MAX_KEYS = 65_536
-"""Blocks in one question: a million tokens in blocks of 16."""
-
 COMMITS_A_TURN = 8
 """Blocks sealed before other tasks have their turn: each costs a checksum over all its bytes."""
 
@@ -152,9 +149,6 @@ class EngineSession:
 
 def _keys(packed: bytes) -> list[bytes]:
     try:
-        keys = unpack_content_keys(packed)
+        return unpack_content_keys(packed)
     except ValueError as error:
         raise ProtocolError(f"keys: {error}") from error
-    if len(keys) > MAX_KEYS:
-        raise ProtocolError(f"keys: {len(keys)} of them; the limit is {MAX_KEYS}")
-    return keys

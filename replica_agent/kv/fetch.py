@@ -144,7 +144,7 @@ class Fetch:
             secret=around.secret,
             request=order.request,
             namespace=around.namespace,
-            keys=pack_content_keys([*order.keys]),
+            keys=pack_content_keys(order.keys),
             ttl_s=around.ttl_s,
             transports=[transport.name for transport in around.transports],
         )

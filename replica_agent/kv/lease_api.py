@@ -26,7 +26,6 @@ from replica_agent.kv.pool_keeper import PoolKeeper
 
 MSGPACK = "application/msgpack"
 MAX_BODY = 4 * 1024 * 1024
-MAX_KEYS = 65_536
 SECRET_BYTES = 16
 
 _T = TypeVar("_T")
@@ -42,8 +41,6 @@ def lease_routes(keeper: PoolKeeper | None) -> list[Route]:
             keys = unpack_content_keys(asked.keys)
         except ValueError as error:
             raise HTTPException(400, f"keys: {error}") from error
-        if len(keys) > MAX_KEYS:
-            raise HTTPException(400, f"keys: {len(keys)} of them; the limit is {MAX_KEYS}")
         if len(asked.secret) != SECRET_BYTES:
             raise HTTPException(400, f"secret: expected {SECRET_BYTES} bytes, got {len(asked.secret)}")
         if keeper is None or keeper.pool is None or keeper.leases is None or keeper.namespace is None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.namespace import CONTENT_KEY_BYTES, KvNamespace, pack_content_keys, unpack_content_keys
+from kvstore.namespace import CONTENT_KEY_BYTES, MAX_CONTENT_KEYS, KvNamespace, pack_content_keys, unpack_content_keys
 
 BASE = KvNamespace(
     dtype="bfloat16",
@@ -93,3 +93,9 @@ def test_keys_of_another_length_are_an_error(length: int) -> None:
 def test_a_packed_string_of_another_length_is_an_error(length: int) -> None:
     with pytest.raises(ValueError, match=f"multiple of 32 bytes, got {length}"):
         unpack_content_keys(bytes(length))
+
+
+def test_more_keys_than_a_message_may_have_are_an_error() -> None:
+    assert len(unpack_content_keys(bytes(CONTENT_KEY_BYTES * MAX_CONTENT_KEYS))) == MAX_CONTENT_KEYS
+    with pytest.raises(ValueError, match="65537 of them; the limit is 65536"):
+        unpack_content_keys(bytes(CONTENT_KEY_BYTES * (MAX_CONTENT_KEYS + 1)))
