@@ -69,6 +69,29 @@ async def metric(http: httpx.AsyncClient, name: str) -> float:
     return sum(values)
 
 
+def tokens(seed: int, count: int = 200) -> list[int]:
+    """A prompt of its own for each seed."""
+    return [(seed * 7919 + index * index * 31 + index) % 251 for index in range(count)]
+
+
+async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> tuple[str, int]:
+    """Greedy text, and how much of the prompt was cached."""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def saved(http: httpx.AsyncClient, count: int) -> None:
+    """Until the engine has saved so many blocks to its agent's pool."""
+
+    async def check() -> bool:
+        return await metric(http, "reference_engine:kv_saved_blocks_total") >= count
+
+    await until(check)
+
+
 def fold(events: Iterable[dict[str, Any]], held: Counter[int] | None = None) -> Counter[int]:
     """Copies held by wire hash, once `events` have been applied in order."""
     held = Counter() if held is None else held

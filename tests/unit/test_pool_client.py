@@ -164,26 +164,8 @@ def test_an_agent_that_dies_is_noticed_without_asking(agent: NaiveAgent, client:
     assert bytes(view[:3]) == b"xxx", "memory that somebody holds stays"
 
 
-def test_closing_wakes_a_thread_that_waits_for_an_answer(agent: NaiveAgent, client: PoolClient) -> None:
-    agent.silent.add(wire.Commit)
-    slots = [slot for slot in client.reserve(KEYS, b"") if slot]
-    failures: list[PoolGone] = []
-
-    def wait() -> None:
-        with pytest.raises(PoolGone) as caught:
-            client.commit(KEYS, slots, [True] * 4)
-        failures.append(caught.value)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    until(lambda: agent.count(wire.Commit) == 1)
-    client.close()
-    thread.join(timeout=pool_client.COMMIT_S / 2)
-    assert failures
-
-
-def test_a_verb_that_is_not_even_asked_ends_the_connection(agent: NaiveAgent, client: PoolClient) -> None:
-    """What was to be released or cancelled by it would stay held until somebody hangs up."""
+def unanswered(agent: NaiveAgent, client: PoolClient) -> tuple[threading.Thread, list[PoolGone]]:
+    """A thread that waits for the answer to a commit, and where it leaves the error with which that ends."""
     agent.silent.add(wire.Commit)
     slots = [slot for slot in client.reserve(KEYS, b"") if slot]
     failures: list[PoolGone] = []
@@ -196,6 +178,19 @@ def test_a_verb_that_is_not_even_asked_ends_the_connection(agent: NaiveAgent, cl
     thread = threading.Thread(target=commit)
     thread.start()
     until(lambda: agent.count(wire.Commit) == 1)
+    return thread, failures
+
+
+def test_closing_wakes_a_thread_that_waits_for_an_answer(agent: NaiveAgent, client: PoolClient) -> None:
+    thread, failures = unanswered(agent, client)
+    client.close()
+    thread.join(timeout=pool_client.COMMIT_S / 2)
+    assert failures
+
+
+def test_a_verb_that_is_not_even_asked_ends_the_connection(agent: NaiveAgent, client: PoolClient) -> None:
+    """What was to be released or cancelled by it would stay held until somebody hangs up."""
+    thread, failures = unanswered(agent, client)
     with pytest.raises(PoolGone, match="Release: another question is still not answered"):
         client.release("r", 1, 0.0)
     thread.join(timeout=DEADLINE_S)

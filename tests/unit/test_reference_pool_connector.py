@@ -15,7 +15,7 @@ import httpx
 import pytest
 import zmq.asyncio
 from naive_agent import NaiveAgent
-from reference_support import DEADLINE_S, client, fold, metric, replay, until
+from reference_support import DEADLINE_S, client, complete, fold, metric, replay, saved, tokens, until
 
 from kvstore import engine_messages as wire
 from kvstore.hint import Hint
@@ -42,19 +42,6 @@ def engine(agent: NaiveAgent, **changes: Any) -> Any:
     return client(**({"kv_socket": str(agent.path), "kv_tokens": 24 * SIZE, "dtype": "float32"} | changes))
 
 
-def tokens(seed: int, count: int = 200) -> list[int]:
-    return [(seed * 7919 + index * index * 31 + index) % 251 for index in range(count)]
-
-
-async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> tuple[str, int]:
-    """Greedy text, and how much of the prompt was cached."""
-    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
-    response = await http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 async def connected(agent: NaiveAgent, opened: Opened) -> None:
     connector = opened.service.engine._connector
     assert connector is not None
@@ -65,17 +52,23 @@ async def connected(agent: NaiveAgent, opened: Opened) -> None:
     await until(check)
 
 
-async def saved(http: httpx.AsyncClient, count: int) -> None:
-    async def check() -> bool:
-        return await metric(http, "reference_engine:kv_saved_blocks_total") >= count
-
-    await until(check)
-
-
 async def evicted(http: httpx.AsyncClient) -> None:
     """Two other prompts: together they need every block."""
     for seed in (90, 91):
         await complete(http, tokens(seed), max_tokens=1)
+
+
+async def loading_for_ever(agent: NaiveAgent, http: httpx.AsyncClient) -> asyncio.Task[tuple[str, int]]:
+    """A request whose blocks the agent has accepted, and does not get ready."""
+    agent.loading = 1_000_000
+    asked = agent.count(wire.Poll)
+    task = asyncio.create_task(complete(http, tokens(1)))
+
+    async def loading() -> bool:
+        return agent.count(wire.Poll) > asked + 2
+
+    await until(loading)
+    return task
 
 
 async def test_a_loaded_prefix_gives_the_same_tokens_as_a_computed_one(agent: NaiveAgent) -> None:
@@ -230,14 +223,7 @@ async def test_an_agent_that_dies_while_blocks_are_loaded_loses_nobody(agent: Na
         first, _ = await complete(http, tokens(1))
         await saved(http, 12)
         await evicted(http)
-        agent.loading = 1_000_000
-        asked = agent.count(wire.Poll)
-        task = asyncio.create_task(complete(http, tokens(1)))
-
-        async def loading() -> bool:
-            return agent.count(wire.Poll) > asked + 2
-
-        await until(loading)
+        task = await loading_for_ever(agent, http)
         agent.hang_up()
         assert await task == (first, 0)
         agent.loading = 0
@@ -276,14 +262,7 @@ async def test_an_aborted_load_is_given_back(agent: NaiveAgent) -> None:
         await complete(http, tokens(1))
         await saved(http, 12)
         await evicted(http)
-        agent.loading = 1_000_000
-        asked = agent.count(wire.Poll)
-        task = asyncio.create_task(complete(http, tokens(1)))
-
-        async def loading() -> bool:
-            return agent.count(wire.Poll) > asked + 2
-
-        await until(loading)
+        task = await loading_for_ever(agent, http)
         task.cancel()
 
         async def given_back() -> bool:

@@ -6,10 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from kv_support import Agent, agent
-from reference_support import client, metric, until
+from reference_support import client, complete, metric, saved, tokens, until
 
 from kvstore.messages import FetchOutcome
 from replica_agent.reference.runtime import Opened
@@ -33,31 +32,12 @@ def beside(subject: Agent, **changes: Any) -> Any:
     return client(**({"kv_socket": socket, "kv_tokens": 24 * SIZE, "dtype": "float32"} | changes))
 
 
-def tokens(seed: int, count: int = 200) -> list[int]:
-    return [(seed * 7919 + index * index * 31 + index) % 251 for index in range(count)]
-
-
-async def complete(http: httpx.AsyncClient, prompt: list[int], **fields: Any) -> tuple[str, int]:
-    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | fields
-    response = await http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 async def ready(subject: Agent, opened: Opened) -> None:
     connector = opened.service.engine._connector
     assert connector is not None
 
     async def check() -> bool:
         return connector.connected and bool(subject.kv.keeper.transports)
-
-    await until(check)
-
-
-async def saved(http: httpx.AsyncClient, count: int) -> None:
-    async def check() -> bool:
-        return await metric(http, "reference_engine:kv_saved_blocks_total") >= count
 
     await until(check)
 
