@@ -23,7 +23,7 @@ READY_S = 180.0
 KV_TOKENS = {"smollm2": 4_000, "tiny": 6_000}
 """Room for two documents and their questions: 1,500 tokens a document, 2,400 in the tiny model's own tokenizer."""
 POOL_BYTES = 256 * 1024 * 1024
-"""Of shared memory for each agent, where the system has it, taken as it fills: room for all documents."""
+"""Of shared memory for each agent, where the system has it, taken at the start: room for all documents."""
 BURST_TOKENS = {"smollm2": 48, "tiny": 200}
 """A few seconds of decoding for each model."""
 
@@ -175,12 +175,9 @@ def _story(scattered: Phase, routed: Phase, spill: Spill) -> str:
 
 
 def _fetch_story(spill: Spill) -> str:
-    fetches = spill.fetches
-    if not fetches:
+    if not spill.fetches:
         return "It computed the document once more."
-    moved, seconds, instead = (
-        sum(getattr(each, name) for each in fetches) for name in ("moved", "seconds", "recompute_s")
-    )
+    moved, seconds, instead = spill.fetch_totals
     return (
         f"It did not compute the document: its agent read {moved:,} tokens of KV from {spill.home} in "
         f"{seconds * 1000:.0f} ms, where computing them was expected to take {instead * 1000:.0f} ms."

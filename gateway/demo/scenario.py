@@ -71,6 +71,16 @@ class Spill:
         """What the spilled ones read from home; those that came while it was under way waited for it."""
         return [each.fetched for each in self.spilled if each.fetched is not None and each.fetched.moved]
 
+    @property
+    def fetch_totals(self) -> tuple[int, float, float]:
+        """Over all of them: tokens moved, seconds that took, and seconds expected for computing the same instead."""
+        fetches = self.fetches
+        return (
+            sum(each.moved for each in fetches),
+            sum(each.seconds for each in fetches),
+            sum(each.recompute_s for each in fetches),
+        )
+
 
 @dataclass
 class Scenario:

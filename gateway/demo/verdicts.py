@@ -56,9 +56,7 @@ def _spilled(spill: Spill) -> Verdict:
 def _fetched(spill: Spill) -> list[Verdict]:
     """None of those that spilled computed the document, and with the KV of home the next one says what home says."""
     fetches, computed = spill.fetches, sum(answer.uncached for answer in spill.spilled)
-    moved, seconds, instead = (
-        sum(getattr(each, name) for each in fetches) for name in ("moved", "seconds", "recompute_s")
-    )
+    moved, seconds, instead = spill.fetch_totals
     home, following = spill.compared
     return [
         Verdict(
