@@ -15,8 +15,10 @@ ContentKeys travel as one string of 32-byte keys. `request` is the engine's own 
 
 `Pending` means: the agent has not decided, ask again; an engine that has been told so for 50 ms computes. `Accepted(n)`
 means: allocate n blocks and poll, off the scheduler, until `Ready` or until the deadline in it has passed; what is not
-`Ready` by then is recomputed. `Poll` says `Accepted` once, then `Loading`. A block exists once every rank of its
-(tp, pp) grid has committed it under one generation.
+`Ready` by then is recomputed. `Poll` says `Accepted` once, then `Loading`: what that names may be copied already, so
+that the copy is done soon after the fetch, but no token may depend on it before `Ready` counts it. Any rank may poll;
+each releases once, and the blocks stay pinned until all of the (tp, pp) grid have. A block exists once every rank of
+the grid has committed it under one generation.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from kvstore.hint import Hint
 from kvstore.messages import MAX_FRAME_BYTES
 
 ENGINE_PROTOCOL_VERSION = 1
+MAX_WAIT_S = 0.1
+"""The longest an answer to a Poll waits for news."""
+
 DECISION_S = 0.05
 """How long an engine waits for the agent's decision before it computes."""
 
@@ -102,9 +107,11 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Poll(msgspec.Struct, frozen=True, kw_only=True, tag="poll"):
-    """How far is it?"""
+    """How far is it? Of an engine that knows `have` slots of it already, the answer waits for news, up to `wait_s`."""
 
     request: str
+    have: int = 0
+    wait_s: float = 0.0
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
@@ -125,7 +132,10 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
-    """Accepted, and not there yet."""
+    """Accepted, and not all there yet. The bytes in `slots`, those of the first blocks, are verified, but the owner
+    has not said yet that they held: what is copied of them is good once `Ready` names as many, and void otherwise."""
+
+    slots: list[int] = []
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -136,7 +146,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """The engine needs nothing more for this request. `loaded` blocks were copied, in `copy_s` seconds."""
+    """This rank needs nothing more for this request. `loaded` blocks were copied, in `copy_s` seconds."""
 
     request: str
     loaded: int = 0

@@ -92,10 +92,13 @@ class PoolClient:
             return answer
         raise self._misled(question, answer)
 
-    def poll(self, request: str) -> wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing:
-        """How far the blocks of a prepared request are."""
-        question = wire.Poll(request=request)
-        answer = self._exchange(question)
+    def poll(
+        self, request: str, have: int = 0, wait_s: float = 0.0
+    ) -> wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing:
+        """How far the blocks of a prepared request are. Waits up to `wait_s` for more than the `have` slots known, and
+        keeps others from asking meanwhile."""
+        question = wire.Poll(request=request, have=have, wait_s=wait_s)
+        answer = self._exchange(question, VERB_S + wait_s)
         if isinstance(answer, wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing):
             return answer
         raise self._misled(question, answer)

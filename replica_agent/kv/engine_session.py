@@ -35,6 +35,7 @@ class EngineSession:
         estimates: Estimates,
         *,
         engine_id: str,
+        rank: int | None,
         writer: int | None,
         block_tokens: int,
         cleared: Callable[[], None],
@@ -42,12 +43,14 @@ class EngineSession:
         hang_up: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`writer` is the number under which the connection's rank commits, None for one that only reads."""
+        """`rank` is whose share the connection copies, None for a scheduler's, which copies none; `writer` the number
+        under which that rank commits, None where another rank writes the same share."""
         self.engine_id = engine_id
         self.hang_up = hang_up
         self._around = around
         self._searches = searches
         self._estimates = estimates
+        self._rank = rank
         self._writer = writer
         self._block_tokens = block_tokens
         self._cleared = cleared
@@ -67,7 +70,7 @@ class EngineSession:
             raise ProtocolError("another life of the engine has taken over")
         match question:
             case wire.Poll():
-                return self._searches.poll(question.request)
+                return await self._searches.poll(question.request, question.have, question.wait_s)
             case wire.Prepare():
                 return self._prepare(question)
             case wire.Lookup():
@@ -77,7 +80,7 @@ class EngineSession:
             case wire.Commit():
                 return await self._commit(question)
             case wire.Release():
-                self._searches.release(question)
+                self._searches.release(question, self._rank)
             case wire.Cancel():
                 self._searches.cancel(question.request)
             case wire.Failed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -61,7 +62,8 @@ class Fetched(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What every fetch of an agent works with. `spawn` runs what outlives a fetch; `transports` is the best first."""
+    """What every fetch of an agent works with. `ranks` of the engine copy their shares of a block; `spawn` runs what
+    outlives a fetch; `transports` is the best first."""
 
     pool: Pool
     namespace: KvNamespace
@@ -71,6 +73,7 @@ class Surroundings:
     secret: bytes
     ttl_s: float
     lease_s: float
+    ranks: int
     spawn: Callable[[Coroutine[Any, Any, None]], object]
     clock: Callable[[], float] = time.monotonic
     wrong_bytes: Counter[str] = field(default_factory=Counter)
@@ -88,9 +91,14 @@ class Fetch:
         self.order = order
         self.steps = Steps()
         self.transport = ""
+        self.tell: Callable[[], None] = lambda: None
+        """Called on the event loop when as much has arrived as `tell_at` was asked for."""
         self._around = around
         self._lease = ""
         self._targets: list[Held] = []
+        self._slots: list[int] = []
+        self._arrivals: _Arrivals | None = None
+        self._told_at = math.inf
         self._moving: asyncio.Task[Result] | None = None
 
     async def run(self, decided: Callable[[int], None]) -> Fetched:
@@ -105,6 +113,23 @@ class Fetch:
             return Fetched(0, FetchOutcome.REFUSED if refused else FetchOutcome.FAILED, error.code)
         finally:
             self._leave_nothing()
+
+    @property
+    def arrived(self) -> list[int]:
+        """The slots of the blocks, from the first on, that have arrived and are verified, but not confirmed: valid as
+        long as the fetch has not ended."""
+        return self._slots[: self._arrivals.good] if self._arrivals else []
+
+    def tell_at(self, blocks: int) -> None:
+        """Have `tell` called, once, when so many blocks have arrived."""
+        self._told_at = min(self._told_at, blocks)
+        # In this order: a block that arrives meanwhile sees the number, or is seen here.
+        if self._arrivals and self._arrivals.good >= self._told_at:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told_at = math.inf
+        self.tell()
 
     async def _run(self, decided: Callable[[int], None]) -> Fetched:
         around, order = self._around, self.order
@@ -122,6 +147,7 @@ class Fetch:
         if not self._targets:
             return Fetched(0, FetchOutcome.FAILED, "no_room")
         reserved = len(self._targets)
+        self._slots = [held.slot for held in self._targets]
         decided(reserved)
         good, reason = await self._move(grant, *chosen)
         if not good:
@@ -171,7 +197,15 @@ class Fetch:
         self.transport = transport.name
         began = around.clock()
         left = order.deadline - began
-        arrived = _Arrivals(around.pool, order.keys, self._targets, grant.generations)
+        loop = asyncio.get_running_loop()
+
+        def verified(good: int) -> None:
+            if good >= self._told_at:
+                self._told_at = math.inf
+                loop.call_soon_threadsafe(self._tell)
+
+        targets = self._targets[:]
+        arrived = self._arrivals = _Arrivals(around.pool, order.keys, targets, grant.generations, verified)
         plan = Plan(
             offer=offer,
             owner_host=urlsplit(order.url).hostname or "",
@@ -260,9 +294,17 @@ class Fetch:
 
 class _Arrivals:
     """Verifies each block as it arrives, while its bytes are warm. Called from one thread at a time, the transport's;
-    `good` counts those from the first on that are what was asked for, `wrong` is the first that is not."""
+    `good` counts those from the first on that are what was asked for, and `verified` is told each time; `wrong` is the
+    first that is not."""
 
-    def __init__(self, pool: Pool, keys: Sequence[bytes], targets: Sequence[Held], generations: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        keys: Sequence[bytes],
+        targets: Sequence[Held],
+        generations: Sequence[int],
+        verified: Callable[[int], None],
+    ) -> None:
         self.good = 0
         self.wrong: WrongBytes | None = None
         self.seconds = 0.0
@@ -270,6 +312,7 @@ class _Arrivals:
         self._keys = keys
         self._targets = targets
         self._generations = generations
+        self._verified = verified
 
     def __call__(self, index: int) -> None:
         if self.wrong is not None or index != self.good:
@@ -282,3 +325,4 @@ class _Arrivals:
         except WrongBytes as error:
             self.wrong = error
         self.seconds += time.perf_counter() - began
+        self._verified(self.good)

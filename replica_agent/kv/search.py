@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ _logger = logging.getLogger(__name__)
 
 OWN_DEADLINE_S = 5.0
 """For blocks that are in the pool already: the engine has only to ask again."""
+
+PIECES = 8
+"""In so many pieces an engine is told of what arrives: with more it copies sooner after the fetch, but each question
+costs both processes 0.1 ms (`benchmarks/README.md`), which the copying has not."""
 
 
 class State(Enum):
@@ -71,6 +76,8 @@ class Search:
         self._coming: Coming | None = None
         self._leads = False
         self._first = self._remote = 0
+        self._released: dict[int | None, Release] = {}
+        self._news: asyncio.Future[None] | None = None
         hint = asked.hint
         self._account = Account(
             request=asked.request,
@@ -113,22 +120,37 @@ class Search:
         if not told or not isinstance(decision, Accepted):
             return decision
         if self.state is State.LOADING:
-            return Loading()
+            return Loading(slots=[held.slot for held in self._pins] + self._arrived)
         return Ready(slots=[held.slot for held in self._pins], generations=[held.generation for held in self._pins])
 
     def failed(self, blocks: int) -> None:
         """The engine could not load so many blocks that it had counted as cached."""
         self._account.failed += blocks
 
-    def release(self, done: Release) -> None:
-        """The engine has copied what it wanted."""
+    async def news(self, have: int, wait_s: float) -> None:
+        """Returns when there is more to say than `have` slots, or after `wait_s`."""
+        if self._coming is None:
+            return
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        remote = have - len(self._pins) + max(1, self._remote // PIECES)
+        self._coming.fetch.tell_at(self._first + min(remote, self._remote))
+        # Others may wait for the same.
+        await asyncio.wait({self._news}, timeout=wait_s)
+
+    def release(self, done: Release, rank: int | None = None) -> None:
+        """The engine's `rank` has copied what it wanted; None speaks for all. Once all have it is over."""
         if self.state is not State.READY:
             self.end("not_ready")
             return
+        self._released[rank] = done
+        if rank is not None and len(self._released) < self._around.ranks:
+            return
         account = self._account
-        loaded = max(0, min(done.loaded, len(self._pins)))
+        loaded = max(0, min(len(self._pins), *(each.loaded for each in self._released.values())))
+        copy_s = max(each.copy_s for each in self._released.values())
         if loaded:
-            self._desk.estimates.copied(loaded * account.block_bytes, done.copy_s)
+            self._desk.estimates.copied(loaded * account.block_bytes, copy_s)
         if self._shadow:
             outcome, reason = FetchOutcome.SHADOW, "shadow"
         elif not loaded:
@@ -141,7 +163,7 @@ class Search:
         else:
             outcome = FetchOutcome.FETCHED if account.moved else FetchOutcome.LOCAL
             reason = self.reason
-        self._over(outcome, reason, loaded=loaded, copy_s=done.copy_s)
+        self._over(outcome, reason, loaded=loaded, copy_s=copy_s)
 
     def end(self, reason: str) -> None:
         """Nothing is wanted any more. What the engine was told to copy is kept for a while: it may be doing it."""
@@ -158,8 +180,13 @@ class Search:
 
     # What the fetch tells.
 
+    def fetch_arrived(self) -> None:
+        """More of it is there."""
+        self._stir()
+
     def fetch_decided(self, blocks: int) -> None:
         """So many blocks of the fetch are coming; some of them are this search's."""
+        self._stir()
         self._remote = max(0, min(self._remote, blocks - self._first))
         if self._remote:
             self.state = State.LOADING
@@ -170,6 +197,7 @@ class Search:
 
     def fetch_over(self, result: Fetched) -> None:
         """It has ended, and what it brought is in the pool."""
+        self._stir()
         coming, self._coming = self._coming, None
         assert coming is not None
         own = len(self._pins)
@@ -184,6 +212,18 @@ class Search:
         self._settle(result.outcome, result.reason if self._leads or not result.blocks else "joined")
 
     # How it comes to what it does.
+
+    @property
+    def _arrived(self) -> list[int]:
+        """Slots with verified bytes of its blocks, from the first remote one on."""
+        coming = self._coming
+        return [] if coming is None else coming.fetch.arrived[self._first : self._first + self._remote]
+
+    def _stir(self) -> None:
+        """There is news, valid from the next turn of the event loop on."""
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
 
     def _begin(self) -> None:
         desk, account = self._desk, self._account
@@ -305,6 +345,7 @@ class Search:
         self._around.pool.unpin(pins, hold_s=self._desk.hold_s if copying else 0.0)
         self.state = State.OVER
         self.reason = reason
+        self._stir()
         # A request without a hint, of which nothing was found, is every new prompt: nothing to tell.
         if self._account.source or self._account.own:
             self._desk.log.add(self._account, self._steps, outcome, reason, loaded, copy_s)

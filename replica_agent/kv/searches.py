@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvstore.engine_messages import Accepted, Failed, Loading, Nothing, Pending, Prepare, Ready, Release
+from kvstore.engine_messages import MAX_WAIT_S, Accepted, Failed, Loading, Nothing, Pending, Prepare, Ready, Release
 from replica_agent.kv.fetch import Surroundings
 from replica_agent.kv.search import Desk, Search, State
 
@@ -52,23 +52,34 @@ class Searches:
             self._searches[asked.request] = owner, search
         return self._told(asked.request, search, search.decision())
 
-    def poll(self, request: str) -> Pending | Accepted | Loading | Ready | Nothing:
-        """How far the search is."""
+    async def poll(
+        self, request: str, have: int = 0, wait_s: float = 0.0
+    ) -> Pending | Accepted | Loading | Ready | Nothing:
+        """How far the search is. To those who know of `have` slots it is told once that has changed, or after
+        `wait_s`."""
         _, search = self._searches.get(request, (None, None))
         if search is None:
             return Nothing(reason="unknown")
-        return self._told(request, search, search.progress())
+        answer = search.progress()
+        if wait_s > 0 and (isinstance(answer, Pending) or (isinstance(answer, Loading) and len(answer.slots) <= have)):
+            await search.news(have, min(wait_s, MAX_WAIT_S))
+            answer = search.progress()
+        return self._told(request, search, answer)
 
     def _told(self, request: str, search: Search, answer: _A) -> _A:
-        if search.state is State.OVER:
+        # It may be another one's turn already, where the answer was waited for.
+        if search.state is State.OVER and self._searches.get(request, (None, None))[1] is search:
             del self._searches[request]
         return answer
 
-    def release(self, done: Release) -> None:
-        """The engine needs nothing more."""
-        _, search = self._searches.pop(done.request, (None, None))
-        if search is not None and search.state is not State.OVER:
-            search.release(done)
+    def release(self, done: Release, rank: int | None = None) -> None:
+        """The engine's `rank` needs nothing more; None: no rank does."""
+        _, search = self._searches.get(done.request, (None, None))
+        if search is not None:
+            if search.state is not State.OVER:
+                search.release(done, rank)
+            if search.state is State.OVER:
+                del self._searches[done.request]
 
     def cancel(self, request: str) -> None:
         """The request ended, or is computed after all."""

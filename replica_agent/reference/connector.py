@@ -27,9 +27,9 @@ class Search:
     """One sequence's search for the blocks that follow its first `cached` ones, and their way into the engine.
 
     The compute thread makes it, reads it, calls `load` once blocks are found and there is room, and `end` exactly when
-    it needs it no more; the connector's thread calls `accept`, `copy` and `finish`. `found` is None while undecided, 0
-    when there is nothing to wait for. What is not `done` by `deadline` is to be ended: neither an agent nor a thread
-    that hangs can keep a sequence.
+    it needs it no more; the connector's thread calls `accept`, `copy`, `confirm` and `finish`. `found` is None while
+    undecided, 0 when there is nothing to wait for. What is not `done` by `deadline` is to be ended: neither an agent
+    nor a thread that hangs can keep a sequence.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Search:
         self.skip = 0
         """Found blocks that are not wanted any more, because the engine has got them in the meantime."""
         self.loaded = 0
-        """How many of `blocks`, from the first on, are copied."""
+        """How many of `blocks`, from the first on, are copied and good."""
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -86,20 +86,22 @@ class Search:
         self.deadline = deadline
         self.found = found
 
-    def copy(self, write: Callable[[int, int], None]) -> bool:
-        """Copy the next block: `write(number in the slots found, block)`. False when the search has been ended, or its
-        deadline has passed."""
+    def copy(self, number: int, write: Callable[[int], None]) -> bool:
+        """Copy to `blocks[number]`: `write(block)`. False when the search has been ended, or its deadline is over."""
         assert self.blocks is not None
         with self._lock:
             if self.ended:
                 return False
-            write(self.skip + self.loaded, self.blocks[self.loaded])
+            write(self.blocks[number])
             # After the copy: an engine that was frozen in it may have copied what the slot was given to meanwhile. The
             # agent keeps a slot for longer than the deadline, but not for ever.
-            if self._clock() >= self.deadline:
-                return False
-            self.loaded += 1
-        return True
+            return self._clock() < self.deadline
+
+    def confirm(self, loaded: int) -> None:
+        """The first `loaded` of `blocks` are copied, and are what was asked for."""
+        with self._lock:
+            if not self.ended:
+                self.loaded = loaded
 
     def finish(self) -> None:
         """Nothing more will come."""

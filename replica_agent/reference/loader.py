@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 
 from kvstore import engine_messages as wire
 from replica_agent.engines.errors import PoolGone
+from replica_agent.engines.load import Load
 from replica_agent.engines.pool_client import PoolClient
 from replica_agent.reference.block_memory import BlockMemory
 from replica_agent.reference.connector import Search
 
 _log = logging.getLogger(__name__)
 
-_FIRST_POLL_S = 0.001
-_LONGEST_POLL_S = 0.01
+_WAIT_S = 0.002
+"""For the agent's news, where it is the only thing to wait for: what else comes up waits as long."""
+
+_POLL_S = 0.001
+"""Between two questions about one search, where there are several."""
+
 _PIECE = 16
 """Blocks copied for one search before the others are looked at."""
 
@@ -68,8 +73,9 @@ class Loader:
 
     def _advance(self, courses: Sequence[_Course]) -> bool:
         """Do what is due; whether anything was."""
+        alone = len(self._courses) == 1
         for course in courses:
-            decided = course.advance()
+            decided = course.advance(_WAIT_S if alone else 0.0)
             if course.over:
                 with self._changed:
                     del self._courses[course.search.request]
@@ -92,90 +98,94 @@ class Loader:
 
 
 class _Course:
-    """How far one search is with the agent: to be asked, asked, ready, over. The loader's thread alone uses it."""
+    """How far one search is: to be asked, asked, found, loading, over. The loader's thread alone uses it."""
 
     def __init__(self, search: Search, client: PoolClient, memory: BlockMemory, clock: Callable[[], float]) -> None:
         self.search = search
         self.over = False
-        self.due = self._began = clock()
+        self.due = clock()
         self._client = client
         self._memory = memory
         self._clock = clock
         self._asked = False
-        self._slots: Sequence[int] | None = None
-        self._copy_s = 0.0
+        self._load: Load | None = None
 
     @property
     def stirred(self) -> bool:
         """Whether the compute thread has done something about it."""
-        return self.search.ended or (self._slots is not None and self.search.blocks is not None)
+        return self.search.ended or (self._load is None and self.search.blocks is not None)
 
-    def advance(self) -> bool:
-        """Do what can be done now. Whether the compute thread should look at the search."""
+    def advance(self, wait_s: float) -> bool:
+        """Do what can be done now, which may be to wait for the agent's news for `wait_s`. Whether the compute thread
+        should look at the search."""
         search = self.search
         before = search.found, search.done
         try:
             if search.ended or search.done or self._clock() >= search.deadline:
                 self._leave()
-            elif self._slots is None:
-                self._ask()
+            elif search.found is None:
+                self._ask(wait_s)
             elif search.blocks is not None:
-                self._copy(search.blocks)
+                self._copy(search.blocks, wait_s)
             else:
                 self.due = search.deadline
         except PoolGone as error:
             _log.debug("request %s: %s", search.request, error)
+            if self._load is not None:
+                search.confirm(self._load.loaded)
             self._end()
         return (search.found, search.done) != before
 
-    def _ask(self) -> None:
+    def _ask(self, wait_s: float) -> None:
         search = self.search
         answer: wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing
         if self._asked:
-            answer = self._client.poll(search.request)
+            answer = self._client.poll(search.request, 0, wait_s)
         else:
             self._asked = True
             answer = self._client.prepare(search.request, search.keys, search.cached, search.tokens, search.hint)
-        now = self._clock()
         match answer:
             case wire.Accepted() if answer.blocks > 0:
-                search.accept(min(answer.blocks, len(search.keys)), now + answer.deadline_s + wire.DECISION_S)
-            case wire.Ready() if search.found is not None:
-                self._slots = answer.slots[: search.found]
-                self.due = now
-                return
-            case wire.Pending() | wire.Loading():
-                pass
+                deadline = self._clock() + answer.deadline_s + wire.DECISION_S
+                search.accept(min(answer.blocks, len(search.keys)), deadline)
+            case wire.Pending():
+                self._again(wait_s)
             case wire.Nothing():
                 self._end()
-                return
             case _:
-                # No block accepted, or some ready that were not: nothing that can be used.
+                # No block accepted, or some there that were not: nothing that can be used.
                 self._leave()
-                return
-        # A small share of what it has taken so far: quick for what is quick, and few questions for what is not.
-        self.due = min(now + min(max((now - self._began) / 8, _FIRST_POLL_S), _LONGEST_POLL_S), search.deadline)
 
-    def _copy(self, blocks: Sequence[int]) -> None:
-        assert self._slots is not None
-        search, slots, client = self.search, self._slots, self._client
-        wanted = min(len(blocks), len(slots) - search.skip)
-        began = self._clock()
-        try:
-            for _ in range(min(_PIECE, wanted - search.loaded)):
-                if not search.copy(lambda number, block: self._memory.write(block, client.slot(slots[number]))):
-                    break
-        finally:
-            self._copy_s += self._clock() - began
-        if search.loaded >= wanted:
+    def _copy(self, blocks: Sequence[int], wait_s: float) -> None:
+        search, memory = self.search, self._memory
+
+        def write(number: int, slot: memoryview) -> bool:
+            return search.copy(number, lambda block: memory.write(block, slot))
+
+        if self._load is None:
+            self._load = Load(
+                self._client, search.request, write, skip=search.skip, count=len(blocks), clock=self._clock
+            )
+        load = self._load
+        if load.waits:
+            load.ask(wait_s)
+        wanted = load.copy(_PIECE)
+        search.confirm(load.loaded)
+        if not wanted or load.done:
             # The compute thread first, the agent can wait.
             search.finish()
-        self.due = self._clock()
+        elif load.waits:
+            self._again(wait_s)
+        else:
+            self.due = self._clock()
+
+    def _again(self, waited_s: float) -> None:
+        self.due = min(self._clock() + (0.0 if waited_s else _POLL_S), self.search.deadline)
 
     def _leave(self) -> None:
         """Give everything back, whatever has become of the search."""
-        if self._slots is not None:
-            self._client.release(self.search.request, self.search.end(), self._copy_s)
+        if self._load is not None:
+            self._load.leave(self.search.end())
         elif self._asked:
             self._client.cancel(self.search.request)
         self._end()

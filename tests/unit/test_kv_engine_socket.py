@@ -257,7 +257,42 @@ async def test_a_rank_whose_share_another_writes_saves_nothing(tmp_path: Path) -
         assert await two.ask(two.client.reserve, KEYS, b"") == [None] * 4
         assert await one.save(KEYS) == 4
         assert await two.load("r", KEYS) == 4
+        await one.ask(one.client.release, "r", 4, 0.001)
         await subject.quiet()
+
+
+async def test_blocks_stay_pinned_until_every_rank_has_copied_them(tmp_path: Path) -> None:
+    async with agent(tmp_path, Network()) as subject:
+        scheduler = await subject.connect(tp=2, role="scheduler")
+        ranks = [await subject.connect(tp=2, rank=rank, role="worker") for rank in range(2)]
+        for each in ranks:
+            await each.save(KEYS)
+        # A scheduler writes no share, and copies none.
+        assert await scheduler.ask(scheduler.client.reserve, keys_of(10, 11), b"") == [None] * 2
+        assert isinstance(await scheduler.prepare("r", KEYS), wire.Accepted)
+        assert all([isinstance(await each.settled("r"), wire.Ready) for each in ranks])
+        for _ in range(2):
+            await ranks[1].ask(ranks[1].client.release, "r", 3, 0.002)
+            assert subject.kv.searches.pins == 4
+        await ranks[0].ask(ranks[0].client.release, "r", 4, 0.001)
+        assert subject.kv.searches.pins == 0
+        # Of use is what all have.
+        assert (subject.record.loaded, subject.record.copy_s) == (3, 0.002)
+        await subject.quiet()
+
+
+async def test_a_scheduler_that_is_not_interested_any_more_speaks_for_all_ranks(tmp_path: Path) -> None:
+    async with agent(tmp_path, Network()) as subject:
+        scheduler = await subject.connect(tp=2, role="scheduler")
+        ranks = [await subject.connect(tp=2, rank=rank, role="worker") for rank in range(2)]
+        for each in ranks:
+            await each.save(KEYS)
+        await scheduler.prepare("r", KEYS)
+        await ranks[0].settled("r")
+        await scheduler.ask(scheduler.client.cancel, "r")
+        assert isinstance(await ranks[1].poll("r"), wire.Nothing)
+        await ranks[1].ask(ranks[1].client.release, "r", 0, 0.0)
+        assert (len(subject.kv.searches), subject.kv.searches.pins) == (0, 0)
 
 
 async def test_the_agent_hangs_up_when_it_stops(tmp_path: Path) -> None:

@@ -74,15 +74,13 @@ class MemoryConnector(Connector):
             search.finish()
 
     def copy(self, search: Search, blocks: int = 1_000_000) -> None:
-        """Copy at most so many, and finish when all are there."""
-
-        def write(number: int, block: int) -> None:
-            self.memory[block] = self.held.get(search.keys[number], b"gone")
-
+        """Copy and confirm at most so many, and finish when all are there."""
         assert search.blocks is not None
-        for _ in range(min(blocks, len(search.blocks) - search.loaded)):
-            assert search.keys[search.skip + search.loaded] in self.held
-            search.copy(write)
+        for number in range(search.loaded, min(search.loaded + blocks, len(search.blocks))):
+            key = search.keys[search.skip + number]
+            assert key in self.held
+            if search.copy(number, lambda block, key=key: self.memory.__setitem__(block, self.held[key])):
+                search.confirm(number + 1)
         if search.loaded == len(search.blocks):
             search.finish()
 
@@ -232,7 +230,9 @@ def test_what_has_not_come_by_the_deadline_is_computed() -> None:
     bench.clock.now += 2.0
     assert bench.step() == [(one, 42 - 12)]
     assert (one.cached, bench.scheduler.loaded_blocks, bench.scheduler.failed_blocks) == (12, 3, 7)
-    assert search.copy(lambda number, block: pytest.fail("nothing is written after the end")) is False
+    assert search.copy(2, lambda block: pytest.fail("nothing is written after the end")) is False
+    search.confirm(12)
+    assert search.loaded <= 3
 
 
 def test_a_block_whose_copy_ends_after_the_deadline_is_not_loaded() -> None:
@@ -246,11 +246,11 @@ def test_a_block_whose_copy_ends_after_the_deadline_is_not_loaded() -> None:
     bench.step()
     bench.connector.copy(search, 3)
 
-    def freeze(number: int, block: int) -> None:
+    def freeze(block: int) -> None:
         bench.connector.memory[block] = b"another's"
         bench.clock.now += 100.0
 
-    assert search.copy(freeze) is False
+    assert search.copy(3, freeze) is False
     assert search.loaded == 3
     bench.step()
     assert bench.scheduler.loaded_blocks == 3
@@ -312,7 +312,7 @@ def test_an_aborted_load_gives_its_blocks_back_at_once() -> None:
     bench.check()
     assert bench.pool.free == 64
     assert search.ended
-    assert search.copy(lambda number, block: pytest.fail("the block may be another's by now")) is False
+    assert search.copy(2, lambda block: pytest.fail("the block may be another's by now")) is False
     assert (bench.scheduler.queried_tokens, bench.scheduler.failed_blocks) == (42, 0), "the first prompt alone counts"
 
 
