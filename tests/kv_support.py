@@ -217,6 +217,12 @@ class Agent:
         await until(idle, "nothing held")
 
 
+async def both_quiet(source: Agent, reader: Agent) -> None:
+    """See `Agent.quiet`."""
+    await source.quiet()
+    await reader.quiet()
+
+
 _names = itertools.count()
 
 

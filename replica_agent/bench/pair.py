@@ -20,8 +20,8 @@ _FETCH_S = 10.0
 
 
 class Pair:
-    """Owns the reader's pool and transports, the peer, and in this process a second pool to copy from and blocks to
-    copy to. Made by `pair`; one fetch at a time."""
+    """Owns the reader's pool and transports, the peer, and in this process a second pool to copy from. Made by `pair`;
+    one fetch at a time."""
 
     def __init__(self, slots: int, block_bytes: int, peer: Peer) -> None:
         self.slots = slots
@@ -29,7 +29,6 @@ class Pair:
         self.peer = peer
         self.region = make_region(slots, pitch_of(block_bytes))
         self.near = make_region(slots, pitch_of(block_bytes))
-        self.blocks = make_region(slots, pitch_of(block_bytes))
         self.moves = [Move(at * 7 % slots, at * 5 % slots) for at in range(slots)]
         self.transports: dict[str, Transport] = {}
         self.unavailable: dict[str, str] = {}
@@ -37,7 +36,7 @@ class Pair:
 
     async def start(self, names: Sequence[str]) -> None:
         """Those that cannot be started are in `unavailable`."""
-        for region in (self.near, self.region, self.blocks):
+        for region in (self.near, self.region):
             fill(region, self.block_bytes, range(self.slots))
         started, self.unavailable = await start_transports(make_transports(names, host=HOST), self.region, _nobody)
         self.transports = {each.name: each for each in started}
@@ -51,10 +50,6 @@ class Pair:
     async def memcpy(self) -> float:
         """Seconds that the moves take from a pool of this process, on a thread, without starting the thread."""
         return await asyncio.to_thread(self._copy, self.near, self.region, self.region.pitch)
-
-    async def to_blocks(self) -> float:
-        """Seconds to copy the payloads out of their slots, as an engine does into its own blocks."""
-        return await asyncio.to_thread(self._copy, self.region, self.blocks, self.block_bytes)
 
     async def fetch(self, name: str, arrived: Callable[[int], None] = lambda index: None) -> float:
         """Seconds that the moves take over a transport. Raises RuntimeError when not all arrive."""
@@ -92,7 +87,7 @@ async def pair(slots: int, block_bytes: int, names: Sequence[str]) -> AsyncItera
         finally:
             for transport in made.transports.values():
                 await transport.close()
-            for region in (made.region, made.near, made.blocks):
+            for region in (made.region, made.near):
                 os.close(region.fd)
 
 

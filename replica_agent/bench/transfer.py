@@ -18,21 +18,17 @@ from functools import partial
 
 import msgspec
 
-from kvstore.slot import TRAILER_BYTES, verify
+from kvstore.slot import TRAILER_BYTES
 from replica_agent.bench.gpu import gpu_speeds
 from replica_agent.bench.pair import Pair, pair
-from replica_agent.bench.peer import GENERATION, key_of
-from replica_agent.bench.report import Report, Speed, Whole
+from replica_agent.bench.report import Report, Speed
+from replica_agent.bench.whole import whole_fetch
 
 BETWEEN_PROCESSES = ("shm", "nixl", "tcp")
 LOOPBACK = "loopback"
 PUSH = "nixl-push"
 GPU = "gpu"
 PATHS = (*BETWEEN_PROCESSES, LOOPBACK, PUSH, GPU)
-
-WHOLE_SLOTS = 128
-WHOLE_BLOCK_BYTES = 368_640
-"""A prompt of 2,048 tokens in blocks of 16, with the KV of SmolLM2-135M in bfloat16: 47 MB."""
 
 _OVER_TCP = {"UCX_TLS": "tcp,self"}
 """What NIXL has between two hosts without RDMA. UCX reads it when it is loaded, so this takes a process of its own."""
@@ -111,11 +107,7 @@ async def measure(options: Options) -> Report:
         speeds.append(await _pushed(options))
     if GPU in options.paths:
         speeds += await asyncio.to_thread(gpu_speeds, options.slots, options.slot_bytes, options.rounds)
-    whole = []
-    async with pair(WHOLE_SLOTS, WHOLE_BLOCK_BYTES, between) as two:
-        for name in two.transports:
-            if name in between:
-                whole.append(await _whole(two, name, options.rounds))
+    whole = [await whole_fetch(name, options.rounds, _SECTION_S) for name in local if name in between]
     return Report(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -180,47 +172,6 @@ async def _idle(two: Pair, seconds: float) -> dict[str, float]:
     await asyncio.sleep(seconds)
     after = await two.cpu_s()
     return {who: round((b - a) / seconds, 4) for who, a, b in zip(("reader", "owner"), before, after, strict=True)}
-
-
-async def _whole(two: Pair, name: str, rounds: int) -> Whole:
-    verifying = 0.0
-
-    def arrived(index: int) -> None:
-        nonlocal verifying
-        began = time.perf_counter()
-        move = two.moves[index]
-        slot = two.region.memory[move.target * two.region.pitch : (move.target + 1) * two.region.pitch]
-        verify(slot, two.block_bytes, key_of(move.source), GENERATION)
-        verifying += time.perf_counter() - began
-
-    timings = _Timings()
-
-    async def fetch() -> float:
-        nonlocal verifying
-        verifying = 0.0
-        fetched = await two.fetch(name, arrived)
-        copied = await two.to_blocks()
-        for part, seconds in (("move", fetched - verifying), ("verify", verifying), ("copy", copied)):
-            timings.seconds.setdefault(part, []).append(seconds)
-        return fetched + copied
-
-    await timings.rounds({"memcpy": two.memcpy, "whole": fetch}, rounds)
-    megabytes = two.slots * two.block_bytes / 1e6
-    if failed := timings.failed.get("whole"):
-        return Whole(path=name, slots=two.slots, megabytes=megabytes, failed=failed)
-    ms = {part: round(timings.median(part) * 1e3, 2) for part in timings.seconds}
-    return Whole(
-        path=name,
-        slots=two.slots,
-        megabytes=megabytes,
-        move_ms=ms["move"],
-        verify_ms=ms["verify"],
-        copy_ms=ms["copy"],
-        total_ms=ms["whole"],
-        memcpy_ms=ms["memcpy"],
-        times_memcpy=round(1 / timings.ratio("whole", "memcpy"), 2),
-        best_times_memcpy=round(min(timings.seconds["whole"]) / min(timings.seconds["memcpy"]), 2),
-    )
 
 
 async def _pushed(options: Options) -> Speed:

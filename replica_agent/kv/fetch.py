@@ -36,6 +36,9 @@ CONFIRM_MOST_S = 0.05
 
 GIVE_BACK_S = 5.0
 
+RESERVED_A_TURN = 32
+"""Slots found before other tasks have their turn."""
+
 
 class Order(NamedTuple):
     """What to fetch: `keys`, that follow the block `parent`, from replica `source`, whose agent is at `url`.
@@ -133,7 +136,7 @@ class Fetch:
 
     async def _run(self, decided: Callable[[int], None]) -> Fetched:
         around, order = self._around, self.order
-        grant = await self._ask()
+        grant = await self._ask_and_reserve()
         blocks = min(len(grant.slots), len(grant.generations), len(order.keys))
         if not blocks:
             return Fetched(0, FetchOutcome.MISSED, "not_held")
@@ -143,7 +146,7 @@ class Fetch:
             return Fetched(0, FetchOutcome.FAILED, "no_transport")
         if not order.worthwhile(blocks):
             return Fetched(0, FetchOutcome.DECLINED, "cheaper_to_compute")
-        self._reserve(blocks)
+        self._abandon(self._targets[blocks:])
         if not self._targets:
             return Fetched(0, FetchOutcome.FAILED, "no_room")
         reserved = len(self._targets)
@@ -180,16 +183,30 @@ class Fetch:
         finally:
             self.steps.lease_s = around.clock() - began
 
-    def _reserve(self, blocks: int) -> None:
-        """Slots for the longest run that finds room and that nobody else is writing."""
+    async def _ask_and_reserve(self) -> LeaseGrant:
+        """Finds slots while the owner answers: for the longest run that finds room and that nobody else is writing.
+
+        A fetch that comes to nothing has pushed out a prompt's worth of the oldest blocks then; those are free for the
+        next one."""
         pool, order = self._around.pool, self.order
-        run = True
-        for held in pool.reserve(order.keys[:blocks], order.parent):
-            run = run and held is not None
-            if held is not None and run:
-                self._targets.append(held)
-            elif held is not None:
-                pool.abandon(held)
+        asking = asyncio.create_task(self._ask())
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            parent, run = order.parent, True
+            for first in range(0, len(order.keys), RESERVED_A_TURN):
+                # The question is on its way before the work begins.
+                await asyncio.sleep(0)
+                keys = order.keys[first : first + RESERVED_A_TURN]
+                for held in pool.reserve(keys, parent) if run else ():
+                    run = run and held is not None
+                    if held is not None and run:
+                        self._targets.append(held)
+                    elif held is not None:
+                        pool.abandon(held)
+                parent = keys[-1]
+            return await asking
+        finally:
+            asking.cancel()
 
     async def _move(self, grant: LeaseGrant, transport: Transport, offer: Offer) -> tuple[int, str]:
         """Verified blocks, from the first on, and why not all; "" when all are."""
@@ -284,10 +301,12 @@ class Fetch:
             with contextlib.suppress(PeerError):
                 await self._around.peers.release(self.order.url, self._lease, self._around.secret, 0, GIVE_BACK_S)
 
-    def _abandon(self) -> None:
+    def _abandon(self, some: Sequence[Held] | None = None) -> None:
+        """Gives up the targets, or only `some`, the last of them."""
         moving = self._moving
         stopped = moving is None or (not moving.cancelled() and not moving.exception() and moving.result().stopped)
-        targets, self._targets = self._targets, []
+        targets = self._targets if some is None else some
+        self._targets = self._targets[: len(self._targets) - len(targets)]
         for held in targets:
             self._around.pool.abandon(held, stopped=stopped)
 

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 OWN_DEADLINE_S = 5.0
 """For blocks that are in the pool already: the engine has only to ask again."""
 
-PIECES = 8
+PIECES = 4
 """In so many pieces an engine is told of what arrives: with more it copies sooner after the fetch, but each question
 costs both processes 0.1 ms (`benchmarks/README.md`), which the copying has not."""
 
@@ -131,12 +131,11 @@ class Search:
         """Returns when there is more to say than `have` slots, or after `wait_s`."""
         if self._coming is None:
             return
-        if self._news is None:
-            self._news = asyncio.get_running_loop().create_future()
+        news = self._news = self._news or asyncio.get_running_loop().create_future()
         remote = have - len(self._pins) + max(1, self._remote // PIECES)
         self._coming.fetch.tell_at(self._first + min(remote, self._remote))
         # Others may wait for the same.
-        await asyncio.wait({self._news}, timeout=wait_s)
+        await asyncio.wait({news}, timeout=wait_s)
 
     def release(self, done: Release, rank: int | None = None) -> None:
         """The engine's `rank` has copied what it wanted; None speaks for all. Once all have it is over."""

@@ -31,7 +31,7 @@ class Actor:
     def __init__(self, subject: Agent, rng: random.Random) -> None:
         self.subject = subject
         self._rng = rng
-        self._lives = 0
+        self._lives = 1
         self._names = 0
         self._asked: dict[str, list[bytes]] = {}
         self._writing: list[tuple[list[bytes], list[Reserved | None]]] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_support import free_port, until
-from kv_support import BLOCK_BYTES, Agent, agent, key_of, keys_of, pair
+from kv_support import BLOCK_BYTES, Agent, agent, both_quiet, key_of, keys_of, pair
 
 from kvstore.engine_messages import Loading, Nothing, Ready
 from kvstore.messages import FetchOutcome
@@ -18,11 +18,6 @@ from kvstore.transfer.loopback import Network
 from replica_agent.engines.errors import PoolRefused
 
 TEN = keys_of(*range(10))
-
-
-async def both_quiet(source: Agent, reader: Agent) -> None:
-    await source.quiet()
-    await reader.quiet()
 
 
 async def test_a_source_that_is_gone(tmp_path: Path) -> None:
@@ -485,7 +480,11 @@ async def test_a_repeated_question_begins_nothing_new(tmp_path: Path) -> None:
         await engine.prepare("r", TEN, hint)
         await until(lambda: reader.pool.counts.reserved == 10)
         await engine.prepare("r", TEN, hint)
-        assert isinstance(await engine.poll("r"), Loading)
+
+        async def loading() -> bool:
+            return isinstance(await engine.poll("r"), Loading)
+
+        await until(loading)
         assert source.gate.seen == ["/v1/leases"]
         # Other blocks under the same name: the first search is over.
         assert await engine.prepare("r", TEN[:1]) == Nothing(reason="not_held")

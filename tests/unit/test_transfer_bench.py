@@ -26,7 +26,9 @@ async def test_every_path_that_is_asked_for_is_measured() -> None:
         *(("tcp", 128, 47), ("shm", 128, 47))
     ]
     for whole in report.whole:
-        assert min(whole.move_ms, whole.verify_ms, whole.copy_ms, whole.memcpy_ms, whole.times_memcpy) > 0
+        assert not whole.failed
+        assert [*whole.steps_ms] == ["decide", "lease", "move", "verify", "confirm", "copy"]
+        assert min(*whole.steps_ms.values(), whole.total_ms, whole.memcpy_ms, whole.times_memcpy) > 0
     assert sorted(report.idle_cpu) == ["owner", "reader"]
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
     assert "a whole fetch over shm: 128 slots, 47 MB" in render_text(report)
