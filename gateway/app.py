@@ -14,6 +14,7 @@ from gateway.api.openai import PublicApp
 from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_profiles import ModelProfiles
@@ -36,17 +37,21 @@ HISTORY_EVERY_S = 10.0
 
 
 class Gateway:
-    """The two applications and what lives behind them, from `running()` until it ends."""
+    """The two applications and what lives behind them, from `running()` until it ends.
+
+    Making one raises SettingsError where a key or certificate cannot be used.
+    """
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
         # Every agent's report stream holds a connection of its own, so no limit of a pool may apply.
-        self._control = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
+        self._agents = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
+        self._engines = EngineHttp()
         self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
         self._upstream = Upstream(
             connect_timeout_s=limits.connect_timeout_s, first_byte_timeout_s=limits.first_byte_timeout_s
         )
-        self._profiles = ModelProfiles(self._identifier, self._control, settings.telemetry.parity_sample_every)
+        self._profiles = ModelProfiles(self._identifier, self._engines, settings.telemetry.parity_sample_every)
         index = PrefixIndex()
         ledger = Ledger(index)
         self._history = History(ledger)
@@ -59,10 +64,10 @@ class Gateway:
                 fetch_max_deadline_s=settings.fetch.max_deadline_ms / 1_000,
             ),
         )
-        health = EngineHealth(self._control, on_down=placer.restarted)
+        health = EngineHealth(self._engines, on_down=placer.restarted)
         metrics = GatewayMetrics()
         fetches = Fetches([replica.id for replica in settings.replicas], metrics.fetch_done)
-        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._control, fetches)
+        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._agents, fetches)
 
         receipts = Receipts(settings.telemetry.receipts)
         identify = Identify(self._identifier, self.fleet)
@@ -111,7 +116,8 @@ class Gateway:
             await self._profiles.close()
             await self._identifier.close()
             await self._upstream.close()
-            await self._control.aclose()
+            await self._engines.close()
+            await self._agents.aclose()
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error

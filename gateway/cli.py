@@ -7,9 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.errors import GatewayError
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
 
 USAGE_ERROR = 2
 
@@ -44,11 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     serve = commands.add_parser("serve", help="run the gateway")
-    serve.add_argument("--config", type=Path, help="YAML configuration")
-    serve.add_argument(
-        "--engine", action="append", metavar="URL", help="an engine; repeatable; instead of replicas in the file"
-    )
-    serve.add_argument("--agent", action="append", metavar="URL", help="agents of the engines, in the same order")
+    _add_replica_options(serve)
     serve.add_argument("--host", help="public address (default 127.0.0.1)")
     serve.add_argument("--port", type=int, help="public port (default 8000)")
     serve.add_argument("--admin-host", help="admin address (default 127.0.0.1)")
@@ -74,18 +73,30 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_options(plan)
     plan.set_defaults(run=_plan)
 
+    doctor = commands.add_parser("doctor", help="check a deployment, and name each misconfiguration with its fix")
+    _add_replica_options(doctor)
+    from gateway.doctor.options import add_options as add_doctor_options
+
+    add_doctor_options(doctor)
+    doctor.set_defaults(run=_doctor)
+
     for name, module in _PROCESSES.items():
         commands.add_parser(name, help=f"run python -m {module}; see its --help", add_help=False)
     return parser
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _add_replica_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, help="YAML configuration")
+    parser.add_argument(
+        "--engine", action="append", metavar="URL", help="an engine; repeatable; instead of replicas in the file"
+    )
+    parser.add_argument("--agent", action="append", metavar="URL", help="agents of the engines, in the same order")
+
+
+def _settings(options: argparse.Namespace, overrides: dict[str, Any]) -> Settings:
+    """Of `_add_replica_options`; `overrides` has what other flags say. Raises SettingsError."""
     from gateway.settings import load_settings
 
-    listen = {key: getattr(options, key) for key in ("host", "port", "admin_host", "admin_port")}
-    overrides: dict[str, Any] = {"listen": {key: value for key, value in listen.items() if value is not None}}
-    if options.log_level:
-        overrides["telemetry"] = {"log_level": options.log_level}
     if options.engine:
         overrides["replicas"] = _replicas(options.engine, options.agent or [])
     elif options.agent:
@@ -93,6 +104,15 @@ def _serve(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, os.environ, overrides)
     if not settings.replicas:
         raise _usage("replicas: none configured; give --engine URL or a --config with replicas")
+    return settings
+
+
+def _serve(options: argparse.Namespace) -> int:
+    listen = {key: getattr(options, key) for key in ("host", "port", "admin_host", "admin_port")}
+    overrides: dict[str, Any] = {"listen": {key: value for key, value in listen.items() if value is not None}}
+    if options.log_level:
+        overrides["telemetry"] = {"log_level": options.log_level}
+    settings = _settings(options, overrides)
     from gateway.serve import run
 
     run(settings)
@@ -123,6 +143,17 @@ def _demo(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     print(options.plan(options))
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from gateway.doctor.report import render_text
+    from gateway.doctor.run import examine
+
+    diagnosis = examine(_settings(options, {}), probe=options.probe, timeout_s=options.timeout)
+    print(msgspec.json.encode(diagnosis).decode() if options.json else render_text(diagnosis))
+    return 0 if diagnosis.ok else 1
 
 
 def _report(options: argparse.Namespace) -> int:

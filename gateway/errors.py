@@ -62,7 +62,7 @@ class NoReplica(GatewayError):
 
 
 class UpstreamError(GatewayError):
-    """A replica failed to answer. `kind` is connect, timeout, reset or protocol; `replica` its id."""
+    """A replica failed to answer. `kind` is connect, timeout, reset, protocol or unauthorized; `replica` its id."""
 
     def __init__(self, replica: str, kind: str, message: str) -> None:
         super().__init__(f"{replica}: {message}")

@@ -1,8 +1,9 @@
 """The gateway's configuration: one YAML file, every key overridable from the environment, read once at start.
 
 `PREFIX_GATEWAY_<SECTION>__<KEY>` overrides a key of a section; `PREFIX_GATEWAY_REPLICAS` replaces the list (YAML or
-JSON). An unknown key or a bad value stops the start and names the key. Secrets are never flags: the agents' token comes
-from `PREFIX_GATEWAY_AGENT_TOKEN` or from the file named by `PREFIX_GATEWAY_AGENT_TOKEN_FILE`.
+JSON). An unknown key or a bad value stops the start and names the key. Secrets are never flags and never in the YAML:
+the agents' token comes from `PREFIX_GATEWAY_AGENT_TOKEN`, the engines' API key from `PREFIX_GATEWAY_ENGINE_API_KEY`,
+or each from the file that the same name with `_FILE` names; the key of one engine from its replica's `api_key_file`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ ENV_PREFIX = "PREFIX_GATEWAY_"
 MAX_WEIGHT = 100
 """A weight buys points on the ring: 512 for each 1."""
 
+MAX_DP_RANK = 65_535
+
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SECRETS = {"PREFIX_GATEWAY_AGENT_TOKEN", "PREFIX_GATEWAY_AGENT_TOKEN_FILE"}
+_SECRETS = ("agent_token", "engine_api_key")
 
 
 class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,13 +40,31 @@ class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_port: int = 8001
 
 
+class EngineTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS to engines whose URL is https. PEM files: `ca_file` instead of the system's authorities; `cert_file` and
+    `key_file` for engines that ask who calls. `server_name` is what their certificate says, where that is not the URL's
+    host. "" is none."""
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+
+
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One replica. `id` is its stable identity on the ring; `agent` is absent for an engine without a sidecar."""
+    """One replica. `id` is its stable identity on the ring; `agent` is absent for an engine without a sidecar.
+
+    `dp_rank` is the data-parallel rank that it is behind its engine's URL, which other ranks share. `api_key_file` and
+    `engine_tls` are for an engine that differs from the others; the latter replaces the section of that name whole.
+    """
 
     id: str
     engine: str
     agent: str | None = None
     weight: float = 1.0
+    dp_rank: int | None = None
+    api_key_file: str = ""
+    engine_tls: EngineTls | None = None
 
 
 class PlacementSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,11 +114,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     listen: ListenSettings = ListenSettings()
     replicas: list[ReplicaSettings] = []
+    engine_tls: EngineTls = EngineTls()
     placement: PlacementSection = PlacementSection()
     fetch: FetchSettings = FetchSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     agent_token: str = ""
+    engine_api_key: str = ""
 
 
 def load_settings(
@@ -110,8 +133,10 @@ def load_settings(
     Raises SettingsError naming the key.
     """
     tree = _read(path) if path is not None else {}
-    if "agent_token" in tree:
-        raise SettingsError("agent_token: secrets come from PREFIX_GATEWAY_AGENT_TOKEN or a file, not from the config")
+    for secret in _SECRETS:
+        if secret in tree:
+            variable = ENV_PREFIX + secret.upper()
+            raise SettingsError(f"{secret}: secrets come from {variable} or {variable}_FILE, not from the config")
     _apply_environment(tree, environ)
     for section, value in (overrides or {}).items():
         if isinstance(value, Mapping):
@@ -121,7 +146,7 @@ def load_settings(
             within.update(value)
         else:
             tree[section] = value
-    tree["agent_token"] = _agent_token(environ)
+    tree |= {secret: _secret(secret, environ) for secret in _SECRETS}
     try:
         settings = msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -145,11 +170,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    secrets = {ENV_PREFIX + secret.upper() + suffix for secret in _SECRETS for suffix in ("", "_FILE")}
     for name, text in environ.items():
-        if not name.startswith(ENV_PREFIX) or name in _SECRETS:
+        if not name.startswith(ENV_PREFIX) or name in secrets:
             continue
         section, separator, key = name[len(ENV_PREFIX) :].lower().partition("__")
-        if section not in Settings.__struct_fields__ or section == "agent_token":
+        if section not in Settings.__struct_fields__ or section in _SECRETS:
             raise SettingsError(f"{name}: no such section: {section}")
         try:
             value = yaml.safe_load(text)
@@ -164,19 +190,31 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
         within[key] = value
 
 
-def _agent_token(environ: Mapping[str, str]) -> str:
-    name, token = "PREFIX_GATEWAY_AGENT_TOKEN", environ.get("PREFIX_GATEWAY_AGENT_TOKEN", "")
-    if file := environ.get("PREFIX_GATEWAY_AGENT_TOKEN_FILE"):
-        name = f"PREFIX_GATEWAY_AGENT_TOKEN_FILE: {file}"
-        try:
-            token = Path(file).read_text().strip()
-        except OSError as error:
-            raise SettingsError(f"{name}: {error.strerror}") from error
-        except ValueError as error:  # not text, or no path at all
-            raise SettingsError(f"{name}: {error}") from error
-    if not token.isascii() or not token.isprintable():
-        raise SettingsError(f"{name}: a token is printable ASCII")
-    return token
+def _secret(secret: str, environ: Mapping[str, str]) -> str:
+    variable = ENV_PREFIX + secret.upper()
+    if file := environ.get(f"{variable}_FILE"):
+        return read_secret(f"{variable}_FILE", file)
+    return _checked_secret(variable, environ.get(variable, ""))
+
+
+def read_secret(where: str, file: str) -> str:
+    """The one line of a file. Raises SettingsError, beginning with `where`."""
+    where = f"{where}: {file}"
+    try:
+        text = Path(file).read_text().strip()
+    except OSError as error:
+        raise SettingsError(f"{where}: {error.strerror}") from error
+    except ValueError as error:  # not text, or no path at all
+        raise SettingsError(f"{where}: {error}") from error
+    if not text:
+        raise SettingsError(f"{where}: is empty")
+    return _checked_secret(where, text)
+
+
+def _checked_secret(where: str, text: str) -> str:
+    if not text.isascii() or not text.isprintable():
+        raise SettingsError(f"{where}: a token is printable ASCII")
+    return text
 
 
 def _named(message: str) -> str:
@@ -189,6 +227,7 @@ def _named(message: str) -> str:
 
 def _check(settings: Settings) -> None:
     seen: set[str] = set()
+    sharing: dict[tuple[str, int | None], dict[int | None, str]] = {}
     for at, replica in enumerate(settings.replicas):
         where = f"replicas[{at}]"
         if replica.id in seen or not _ID.fullmatch(replica.id):
@@ -199,6 +238,14 @@ def _check(settings: Settings) -> None:
             _check_url(f"{where}.agent", replica.agent)
         if not 0 < replica.weight <= MAX_WEIGHT:
             raise SettingsError(f"{where}.weight: must be above 0 and at most {MAX_WEIGHT}, got {replica.weight}")
+        if replica.dp_rank is not None and not 0 <= replica.dp_rank <= MAX_DP_RANK:
+            raise SettingsError(f"{where}.dp_rank: must be between 0 and {MAX_DP_RANK}, got {replica.dp_rank}")
+        url = httpx.URL(replica.engine)
+        ranks = sharing.setdefault((url.host, url.port), {})
+        if ranks and (replica.dp_rank in ranks or None in (replica.dp_rank, *ranks)):
+            others = ", ".join(f"{id}: {rank}" for rank, id in ranks.items())
+            raise SettingsError(f"{where}.dp_rank: replicas that share an engine need one each, beside {others}")
+        ranks[replica.dp_rank] = replica.id
     for section, key in (("listen", "port"), ("listen", "admin_port")):
         port = getattr(getattr(settings, section), key)
         if not 0 <= port <= 65_535:

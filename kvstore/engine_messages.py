@@ -45,6 +45,7 @@ LENGTH = struct.Struct(">I")
 class EngineHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Who connects. `engine_id` names one life of one engine: all its connections say the same, the next life another.
 
+    `loads` is whether it takes blocks at all: an engine that answers a failed load with an error must not.
     `layers` and `kv_heads` are the whole model's; `rank` of the `tp` x `pp` grid is pp_rank * tp + tp_rank;
     `block_bytes` are those of a whole block, over all ranks. `layout` and `identity` as in `KvNamespace`.
     """
@@ -64,6 +65,7 @@ class EngineHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     block_bytes: int
     hash_algorithm: str
     identity: dict[str, str]
+    loads: bool = True
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):

@@ -7,6 +7,7 @@ KvStoreError
 ├── IdentityError           a prompt or block that cannot be named (wrong unit, token id out of range)
 ├── HintRefused             a fetch hint that is not the deployment's, or makes no sense
 ├── WrongBytes              a slot does not hold the block that was asked for; says in a word what differs
+├── TlsFileUnusable         a certificate or key that TLS cannot use; names the argument
 ├── PoolError               a pool that cannot be made, or is asked for what it cannot do
 ├── TransportUnavailable    this host cannot use a transport
 └── TransferError           the owner's side of a transfer refused or failed
@@ -45,6 +46,15 @@ class WrongBytes(KvStoreError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class TlsFileUnusable(KvStoreError):
+    """A file that TLS cannot use. `argument` is ca_file, cert_file or key_file."""
+
+    def __init__(self, argument: str, problem: str) -> None:
+        super().__init__(f"{argument}: {problem}")
+        self.argument = argument
+        self.problem = problem
 
 
 class PoolError(KvStoreError):

@@ -24,6 +24,7 @@ import msgspec
 from kvstore.cost import LinkEstimate
 from kvstore.errors import ProtocolError
 from kvstore.geometry import KvGeometry
+from kvstore.namespace import KvNamespace
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -42,11 +43,22 @@ class Tier(IntEnum):
     REMOTE = 3
 
 
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What keeps a replica from something it could do. `code` is one of a bounded set of words, `message` says what is
+    wrong and `fix` which flag of which process changes it. A `note` may be what somebody wants."""
+
+    code: str
+    message: str
+    fix: str
+    note: bool = False
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /v1/hello` (JSON): who an agent is and what its engine serves.
 
     `epoch` is the one in force now; `capacity_blocks` is the engine's HBM pool, 0 when unknown; `route_seed_check` is
     the root of an empty namespace under the agent's seed, so that a gateway with another seed is told and not misled.
+    `namespace` is that of the engine's blocks in the pool, None as long as no engine has connected to it.
     """
 
     protocol: int = PROTOCOL_VERSION
@@ -62,6 +74,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KvGeometry | None
     identity_modes: list[str]
     route_seed_check: int
+    namespace: KvNamespace | None = None
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +153,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     `running` and `waiting` count sequences; `queued_prefill_tokens` is None where the engine does not tell;
     `prefill_tokens_per_s` is fitted from observed prefills, None until there are any; `kv_usage` is the share of blocks
     in use by running requests; `blocks` and `digest` (see `digest_term`) describe what is held after delta `seq`.
-    `fetch` is None while no engine has connected to the agent's pool.
+    `fetch` is None while no engine has connected to the agent's pool. `kv_events` is whether the agent is connected to
+    the engine's KV events, and `problems` what the agent finds wrong now.
     """
 
     epoch: int
@@ -155,6 +169,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     blocks: int
     digest: int
     fetch: FetchState | None = None
+    kv_events: bool = False
+    problems: list[Problem] = []
 
 
 class FetchOutcome(StrEnum):

@@ -80,7 +80,7 @@ def create_app(replica: Replica) -> Starlette:
                 "blocks": replica.catalogue.blocks,
                 "subscribed": replica.subscriber.connected,
                 "syncing": replica.subscriber.syncing,
-                "trouble": replica.trouble,
+                "problems": replica.problems(),
                 "last_event_error": replica.subscriber.last_error,
                 "kv": None if replica.kv is None else replica.kv.health(),
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -37,9 +38,27 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 class EngineClient:
     """One kept-alive HTTP connection to one engine. Every method raises EngineUnreachable or EngineSilent."""
 
-    def __init__(self, base_url: str, dp_rank: int = 0, deadline_s: float = ANSWER_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        dp_rank: int = 0,
+        deadline_s: float = ANSWER_DEADLINE_S,
+        *,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        server_name: str = "",
+    ) -> None:
+        """`api_key` is sent with every request; `tls` and `server_name` (as in the certificate) are for https."""
         self._dp_rank = dp_rank
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=deadline_s, trust_env=False)
+        self._keyed = api_key is not None
+        self._extensions = {"sni_hostname": server_name} if server_name else {}
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
+            verify=True if tls is None else tls,
+            timeout=deadline_s,
+            trust_env=False,
+        )
 
     async def metrics(self) -> EngineMetrics:
         """One look at `/metrics`; an engine without that page has no figures, and is up."""
@@ -65,6 +84,14 @@ class EngineClient:
             root=root if isinstance(root, str) else None,
         )
 
+    async def event_sources(self) -> dict[int, dict[str, Any]] | None:
+        """The publisher of KV events of each data-parallel rank, as vLLM tells them; None where it does not."""
+        response = await self._get("/kv_event_sources")
+        if response.status_code != 200:
+            return None
+        sources = _json(response.content)
+        return {int(rank): source for rank, source in sources.items() if rank.isdigit() and isinstance(source, dict)}
+
     async def close(self) -> None:
         """Closes the connection."""
         await self._http.aclose()
@@ -73,7 +100,7 @@ class EngineClient:
         # A kept connection may have been closed by the engine in the meantime, so what breaks is tried once more.
         for attempt in (1, 2):
             try:
-                response = await self._http.get(path)
+                response = await self._http.get(path, extensions=dict(self._extensions))
             except httpx.ConnectError as error:
                 raise EngineUnreachable(f"{path}: {error}") from error
             except httpx.TimeoutException as error:
@@ -82,6 +109,9 @@ class EngineClient:
                 if attempt == 2:
                     raise EngineUnreachable(f"{path}: {type(error).__name__}: {error}") from error
                 continue
+            if response.status_code == 401:
+                wrong = "refuses the API key of" if self._keyed else "asks for an API key: give it with"
+                raise EngineSilent(f"{path}: 401: the engine {wrong} --engine-api-key-file")
             if response.status_code >= 500:
                 raise EngineSilent(f"{path}: status {response.status_code}")
             return response
@@ -133,6 +163,8 @@ class EngineWatcher:
         self._prompt_tokens: float | None = None
         self._answered_at = clock()
         self._up = False
+        self.error = ""
+        """Why the last look failed, "" when it did not."""
 
     async def run(self) -> None:
         """Watches until cancelled."""
@@ -152,14 +184,17 @@ class EngineWatcher:
             self._prompt_tokens = metrics.prompt_tokens
             await self._identify(metrics)
         except EngineUnreachable as error:
+            self.error = str(error)
             self._lost(f"engine gone: {error}")
             self._identity = None
             self._observer.engine_gone()
         except EngineSilent as error:
+            self.error = str(error)
             if self._clock() - self._answered_at >= SILENT_AFTER_S:
                 self._lost(f"engine silent: {error}")
                 self._observer.engine_silent()
         else:
+            self.error = ""
             if not self._up:
                 self._up = True
                 _logger.info("engine up: %s", self._identity)

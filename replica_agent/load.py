@@ -26,7 +26,11 @@ _FIELDS = {
     "sglang:num_queue_reqs": "waiting",
     "sglang:token_usage": "kv_usage",
     "process_start_time_seconds": "start_time",
+    "http_requests_total": "resets",
 }
+_RESETTING = frozenset({"/reset_prefix_cache", "/sleep"})
+"""Paths of vLLM that empty its prefix cache; `http_requests_total` counts calls by path."""
+
 _LINE = re.compile(
     rf"^({'|'.join(map(re.escape, _FIELDS))})(?:\{{(.*)\}})? +(\S+)".encode(),
     re.MULTILINE,
@@ -35,7 +39,8 @@ _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at `/metrics`. Counts are of sequences, `kv_usage` a share, `start_time` a Unix time in seconds.
+    """One look at `/metrics`. Counts are of sequences, `kv_usage` a share, `start_time` a Unix time in seconds;
+    `resets` counts the calls that empty the prefix cache.
 
     What the engine does not tell is None, or 0 for what a load is made of.
     """
@@ -49,6 +54,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     capacity_blocks: int | None = None
     prompt_tokens: float | None = None
     start_time: float | None = None
+    prefix_caching: bool | None = None
+    resets: float = 0.0
 
     @property
     def load(self) -> tuple[int, int, int | None]:
@@ -66,6 +73,8 @@ def parse_metrics(text: bytes, dp_rank: int = 0) -> EngineMetrics:
         if rest and engine != "reference_engine":
             engine = prefix
         field = _FIELDS[name]
+        if field == "resets" and not _is_reset(labels):
+            continue
         if field == "cache_config":
             config = labels
         else:
@@ -79,8 +88,10 @@ def parse_metrics(text: bytes, dp_rank: int = 0) -> EngineMetrics:
         queued_prefill_tokens=None if queued is None else int(queued),
         block_size=_count(config.get("block_size")),
         capacity_blocks=_count(config.get("num_gpu_blocks")),
+        prefix_caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
         prompt_tokens=found.get("prompt_tokens"),
         start_time=found.get("start_time"),
+        resets=found.get("resets", 0.0),
     )
 
 
@@ -95,6 +106,10 @@ def _samples(text: bytes, dp_rank: int) -> Iterator[tuple[str, dict[str, str], f
             continue
         if value == value and abs(value) != float("inf"):
             yield match[1].decode(), labels, value
+
+
+def _is_reset(labels: dict[str, str]) -> bool:
+    return labels.get("handler") in _RESETTING and labels.get("method") == "POST" and labels.get("status") == "2xx"
 
 
 def _count(text: str | None) -> int | None:

@@ -6,21 +6,24 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from typing import Any
 
 import msgspec
 
 from kvstore.geometry import KvGeometry
 from kvstore.identity import UNIT_TOKENS, Namespace
-from kvstore.messages import Hello, ModelFiles
+from kvstore.messages import Hello, ModelFiles, Problem
 from replica_agent.catalogue import Catalogue
+from replica_agent.doctor import Doctor
 from replica_agent.engine_client import EngineClient, EngineIdentity, EngineWatcher, local_root
-from replica_agent.errors import ModelFilesUnavailable
+from replica_agent.errors import EngineSilent, EngineUnreachable, ModelFilesUnavailable
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EventBatch
 from replica_agent.events.subscriber import KvEventSubscriber
 from replica_agent.kv.service import KvService
 from replica_agent.load import EngineMetrics
 from replica_agent.model_files import load_geometry, load_model_files
 from replica_agent.reports import EngineState, ReportHub
+from replica_agent.resets import ResetWatch
 from replica_agent.settings import Settings
 from replica_agent.telemetry import resync_span
 
@@ -45,7 +48,7 @@ class Replica:
         self.catalogue = Catalogue("", settings.route_seed, max_orphans=settings.max_orphans)
         self.hub = ReportHub(
             self.catalogue,
-            self.engine_state,
+            self._reported_state,
             epoch=time.time_ns() if epoch is None else epoch,
             buffer_bytes=settings.stream_buffer_bytes,
             heartbeat_interval_s=settings.heartbeat_interval_s,
@@ -56,16 +59,25 @@ class Replica:
         self.kv: KvService | None = None
         if settings.kv_socket is not None:
             self.kv = KvService(settings, listener=self, tell=self.hub.fetched)
-        self._client = EngineClient(settings.engine, settings.dp_rank)
+        self._client = EngineClient(
+            settings.engine,
+            settings.dp_rank,
+            api_key=settings.engine_api_key,
+            tls=settings.engine_tls,
+            server_name=settings.engine_server_name,
+        )
         self._watcher = EngineWatcher(self._client, self, interval_s=settings.poll_interval_s)
         self._engine = EngineState(up=False, metrics=EngineMetrics())
         self._model = ""
         self.identity: EngineIdentity | None = None
         self.files: ModelFiles | ModelFilesUnavailable = ModelFilesUnavailable("engine_unseen", "no engine seen yet")
         self.geometry: KvGeometry | None = None
+        self.event_sources: dict[int, dict[str, Any]] | None = None
         self.resyncs: Counter[str] = Counter()
         self.events: Counter[str] = Counter(dict.fromkeys((*_EVENT_NAMES.values(), "ignored"), 0))
         self.event_lag_s = 0.0
+        self._resets = ResetWatch()
+        self._doctor = Doctor(self)
 
     def listen(self) -> None:
         """Makes the socket for the engine, where there is to be one; `run` does it otherwise. Raises SocketTaken."""
@@ -79,6 +91,7 @@ class Replica:
                 tasks.create_task(self._watcher.run())
                 tasks.create_task(self.subscriber.run())
                 tasks.create_task(self.hub.run())
+                tasks.create_task(self._doctor.run())
                 if self.kv is not None:
                     tasks.create_task(self.kv.run())
         finally:
@@ -86,11 +99,16 @@ class Replica:
             await self._client.close()
 
     def engine_state(self) -> EngineState:
-        """Whether the engine answers, and what it said last."""
+        """Whether the engine answers, and what it said last, without what is wrong."""
         if self.kv is None:
             return self._engine
         return msgspec.structs.replace(
             self._engine, prefill_tokens_per_s=self.kv.prefill_tokens_per_s, fetch=self.kv.fetch_state
+        )
+
+    def _reported_state(self) -> EngineState:
+        return msgspec.structs.replace(
+            self.engine_state(), kv_events=self.subscriber.connected, problems=self.problems()
         )
 
     @property
@@ -99,18 +117,13 @@ class Replica:
         return self._engine.metrics.block_size or self.catalogue.block_size
 
     @property
-    def trouble(self) -> list[str]:
-        """What keeps this replica from being routed to by prefix, in words."""
-        trouble = []
-        if not self._engine.up:
-            trouble.append("the engine does not answer")
-        if not self.subscriber.connected:
-            trouble.append(f"no connection to the engine's KV events at {self.settings.kv_events}")
-        if self.block_size % UNIT_TOKENS:
-            trouble.append(f"block size {self.block_size} is not a multiple of {UNIT_TOKENS}: no block can be named")
-        if self.kv is not None:
-            trouble += self.kv.trouble
-        return trouble
+    def engine_error(self) -> str:
+        """Why the engine did not answer the last time it was asked, "" when it did."""
+        return self._watcher.error
+
+    def problems(self) -> list[Problem]:
+        """What keeps this replica from being routed to by prefix, and from fetching."""
+        return self._doctor.problems()
 
     def hello(self) -> Hello | None:
         """Who this is; None until the engine has been seen once."""
@@ -131,11 +144,14 @@ class Replica:
             geometry=self.geometry,
             identity_modes=["exact", "text", "hash"] if exact else ["text", "hash"],
             route_seed_check=Namespace("").root(self.settings.route_seed),
+            namespace=self.kv.keeper.namespace if self.kv is not None and self.kv.engine_connected else None,
         )
 
     def check(self) -> None:
         """Asserts what must hold in the catalogue and around the pool, now that no event is being taken in."""
         self.catalogue.check()
+        self._resets.check()
+        self._doctor.check()
         if self.kv is not None:
             self.kv.check()
             pool = self.kv.keeper.pool
@@ -148,6 +164,8 @@ class Replica:
         """Takes a batch into the catalogue."""
         for event in batch.events:
             self.events[_EVENT_NAMES[type(event)]] += 1
+            if isinstance(event, AllCleared):
+                self._resets.announced()
         self.events["ignored"] += batch.ignored
         self.event_lag_s = max(0.0, time.time() - batch.timestamp)
         self.catalogue.apply(batch.events)
@@ -189,6 +207,7 @@ class Replica:
                 self.files = await asyncio.to_thread(load_model_files, directory, model)
             except ModelFilesUnavailable as error:
                 self.files = error
+        self.event_sources = await self._sources() if identity.engine == "vllm" else None
         self._engine = EngineState(up=self._engine.up, metrics=metrics)
         self.identity = identity
         if model != self._model:
@@ -199,14 +218,23 @@ class Replica:
                 self.hub.new_epoch(model)
         self.subscriber.resume()
 
+    async def _sources(self) -> dict[int, dict[str, Any]] | None:
+        try:
+            return await self._client.event_sources()
+        except (EngineSilent, EngineUnreachable):  # good for a hint alone
+            return None
+
     def engine_measured(self, metrics: EngineMetrics) -> None:
         """Passes a change of load on at once."""
         before, self._engine = self._engine, EngineState(up=True, metrics=metrics)
+        if self._resets.look(metrics):
+            self._forget_silently_cleared()
         if not before.up or before.metrics.load != metrics.load:
             self.hub.beat()
 
     def engine_replaced(self) -> None:
         """Another process: nothing of the last one counts. The next subscription waits until it is known."""
+        self._resets = ResetWatch()
         self.subscriber.pause("engine_replaced")
 
     def engine_silent(self) -> None:
@@ -215,8 +243,16 @@ class Replica:
 
     def engine_gone(self) -> None:
         """Says so, and forgets what the engine held."""
+        self._resets = ResetWatch()
         self.subscriber.pause("engine_gone")
         self._down()
+
+    def _forget_silently_cleared(self) -> None:
+        # Not a new epoch: the stream of events goes on, and a replay would bring back what they do not yet take away.
+        self.resyncs["silent_reset"] += 1
+        _logger.info("the idle engine's prefix cache was reset: forgetting %d blocks", self.catalogue.blocks)
+        self.catalogue.apply([AllCleared()])
+        self.hub.changed()
 
     def _down(self) -> None:
         if self._engine.up:

@@ -15,6 +15,7 @@ from kvstore.messages import (
     FetchRecord,
     FetchState,
     Heartbeat,
+    Problem,
     Snapshot,
     Tier,
     encode_frame,
@@ -27,12 +28,14 @@ DELTA_BLOCKS = 65_536
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """Whether the engine answers, and what it said last; of its KV, what `Heartbeat` says."""
+    """Whether the engine answers, and what it said last; the rest as in `Heartbeat`."""
 
     up: bool
     metrics: EngineMetrics
     prefill_tokens_per_s: float | None = None
     fetch: FetchState | None = None
+    kv_events: bool = False
+    problems: list[Problem] = []
 
 
 class ReportStream:
@@ -218,6 +221,8 @@ class ReportHub:
             blocks=self._catalogue.blocks,
             digest=self._catalogue.digest,
             fetch=engine.fetch,
+            kv_events=engine.kv_events,
+            problems=engine.problems,
         )
 
     def _broadcast(self, message: Delta | Heartbeat | FetchRecord) -> None:

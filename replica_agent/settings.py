@@ -1,13 +1,15 @@
 """What an agent is told at its start: flags, and `REPLICA_AGENT_*` variables under the same names.
 
-A flag wins over a variable, a variable over the default. The token is a secret and comes from `REPLICA_AGENT_TOKEN` or
-from a file, never from a flag. A bad value or an unknown variable stops the start and is named.
+A flag wins over a variable, a variable over the default. The token and the engine's API key are secrets and come from
+`REPLICA_AGENT_TOKEN` and `REPLICA_AGENT_ENGINE_API_KEY` or from files, never from a flag. A bad value, a file that
+cannot be used or an unknown variable stops the start and is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvstore.client_tls import client_context
+from kvstore.errors import TlsFileUnusable
 from replica_agent.errors import SettingsError
 
 ENV_PREFIX = "REPLICA_AGENT_"
@@ -34,10 +38,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_replay` and `model_dir` are None when there is none; `model` overrides the name under which the engine serves
     its base model; `route_seed` (u64) is the deployment's and must be the gateways'. `kv_socket` is None for an agent
-    without a pool; what follows it in KEYS means nothing then. `transports` are tried in that order.
+    without a pool; what follows it in KEYS means nothing then. `transports` are tried in that order. `engine_tls` is
+    None where the engine's URL is http; `engine_server_name` is "" where its certificate names the URL's host.
     """
 
     engine: str
+    engine_api_key: str | None
+    engine_tls: ssl.SSLContext | None
+    engine_server_name: str
     kv_events: str
     kv_replay: str | None
     kv_topic: str
@@ -185,6 +193,11 @@ class _Key(NamedTuple):
 
 KEYS = (
     _Key("engine", _url, None, "base URL of the engine, such as http://127.0.0.1:8100"),
+    _Key("engine_api_key_file", str, "", "file with the API key that the engine asks for"),
+    _Key("engine_ca_file", str, "", "PEM file with the authority of the engine's certificate; default: the system's"),
+    _Key("engine_cert_file", str, "", "PEM file with the agent's own certificate, for an engine that asks for one"),
+    _Key("engine_key_file", str, "", "PEM file with the key of --engine-cert-file"),
+    _Key("engine_server_name", str, "", "name in the engine's certificate, where it is not the URL's host"),
     _Key("kv_events", _endpoint, "tcp://127.0.0.1:5557", "where the engine publishes its KV events"),
     _Key(
         "kv_replay", _optional_endpoint, "", "where the engine replays them; without it every gap empties the catalogue"
@@ -252,6 +265,9 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     values = {key.name: _value(key, flags[key.name], environ) for key in KEYS}
     return Settings(
         engine=values["engine"],
+        engine_api_key=_secret(environ, "engine_api_key", values["engine_api_key_file"]),
+        engine_tls=_engine_tls(values),
+        engine_server_name=values["engine_server_name"],
         kv_events=values["kv_events"],
         kv_replay=values["kv_replay"],
         kv_topic=values["kv_topic"],
@@ -262,7 +278,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         route_seed=values["route_seed"],
         model=values["model"],
         model_dir=values["model_dir"],
-        token=_token(environ, values["token_file"]),
+        token=_secret(environ, "token", values["token_file"]),
         poll_interval_s=values["poll_interval"],
         heartbeat_interval_s=values["heartbeat_interval"],
         stream_buffer_bytes=values["stream_buffer_bytes"],
@@ -297,23 +313,43 @@ def _value(key: _Key, flag: str | None, environ: Mapping[str, str]) -> Any:
 
 
 def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    known = {key.name.upper() for key in KEYS} | {"TOKEN"}
+    known = {key.name.upper() for key in KEYS} | {"TOKEN", "ENGINE_API_KEY"}
     for variable in environ:
         name = variable.removeprefix(ENV_PREFIX)
         if name != variable and name not in known and not _KUBERNETES_OWN.match(name):
             raise SettingsError(variable, f"no such setting; known: {', '.join(sorted(known))}")
 
 
-def _token(environ: Mapping[str, str], token_file: str) -> str | None:
-    if not token_file:
-        token = environ.get(ENV_PREFIX + "TOKEN")
-        if token is not None and not token.strip():
-            raise SettingsError(ENV_PREFIX + "TOKEN", "set but empty")
-        return token.strip() if token else None
+def _secret(environ: Mapping[str, str], name: str, file: str) -> str | None:
+    flag, variable = f"--{name.replace('_', '-')}-file", ENV_PREFIX + name.upper()
+    if not file:
+        given = environ.get(variable)
+        if given is not None and not given.strip():
+            raise SettingsError(variable, "set but empty")
+        return _header_safe(variable, given.strip()) if given else None
     try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise SettingsError("--token-file", f"cannot be read: {error}") from error
-    if not token:
-        raise SettingsError("--token-file", f"is empty: {token_file}")
-    return token
+        text = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise SettingsError(flag, f"cannot be read: {error}") from error
+    if not text:
+        raise SettingsError(flag, f"is empty: {file}")
+    return _header_safe(flag, text)
+
+
+def _header_safe(source: str, secret: str) -> str:
+    if not secret.isascii() or not secret.isprintable():
+        raise SettingsError(source, "must be printable ASCII, on one line")
+    return secret
+
+
+def _engine_tls(values: Mapping[str, Any]) -> ssl.SSLContext | None:
+    files = {argument: values[f"engine_{argument}"] for argument in ("ca_file", "cert_file", "key_file")}
+    if urlsplit(values["engine"]).scheme == "http":
+        for argument, file in files.items():
+            if file:
+                raise SettingsError(f"--engine-{argument.replace('_', '-')}", f"{values['engine']} is not https")
+        return None
+    try:
+        return client_context(**files)
+    except TlsFileUnusable as error:
+        raise SettingsError(f"--engine-{error.argument.replace('_', '-')}", error.problem) from error

@@ -182,6 +182,8 @@ class EngineStandIn:
     def __init__(self) -> None:
         self.start_time = 1000.0
         self.running = 0
+        self.waiting = 2
+        self.resets = 0
         self.root: str | None = None
         self.models = [{"id": MODEL, "root": None, "parent": None}]
         self.status = 200
@@ -197,9 +199,11 @@ class EngineStandIn:
         return PlainTextResponse(
             "# HELP vllm:num_requests_running x\n"
             f'vllm:num_requests_running{{engine="0",model_name="m"}} {self.running}.0\n'
-            'vllm:num_requests_waiting{engine="0",model_name="m"} 2.0\n'
+            f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}.0\n'
             'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
             'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1234"} 1.0\n'
+            'vllm:prompt_tokens_total{engine="0",model_name="m"} 400.0\n'
+            f'http_requests_total{{handler="/reset_prefix_cache",method="POST",status="2xx"}} {self.resets}.0\n'
             f"process_start_time_seconds {self.start_time}\n",
             self.status,
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import vllm_env
 
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports
 
@@ -17,6 +18,7 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run long property and soak tests too")
+    parser.addoption("--vllm", action="store_true", help="run everything that needs real vLLM servers")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,6 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(skip)
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            if not vllm_env.is_ready():
+                item.add_marker(pytest.mark.skip(reason="no environment of vLLM: `make vllm` makes it"))
+            elif not (config.getoption("--vllm") or item.get_closest_marker("vllm_smoke")):
+                item.add_marker(pytest.mark.skip(reason="only with --vllm"))
 
 
 def free_ports(count: int) -> list[int]:

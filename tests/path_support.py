@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_profiles import ModelProfiles
@@ -73,8 +74,8 @@ class Parts:
         self.client = httpx.AsyncClient(trust_env=False)
         self.index = PrefixIndex()
         self.placer = Placer(self.index)
-        self.profiles = ModelProfiles(Identifier(seed=0), self.client, 0)
-        self.health = EngineHealth(self.client, on_down=self.placer.restarted)
+        self.profiles = ModelProfiles(Identifier(seed=0), EngineHttp(), 0)
+        self.health = EngineHealth(EngineHttp(), on_down=self.placer.restarted)
         self.metrics = GatewayMetrics()
         self.fetches = Fetches([replica.id for replica in self.settings.replicas], self.metrics.fetch_done)
         ledger = Ledger(self.index)
@@ -99,6 +100,11 @@ class Parts:
         told.heartbeat = msgspec.structs.replace(
             BEAT, fetch=FetchState(namespace=namespace, acts=acts, slots=100, link=link, links={})
         )
+
+    def tell(self, replica: str, **more: Any) -> None:
+        """The last heartbeat of `replica` says this, too."""
+        told = self.fleet.replicas[replica]
+        told.heartbeat = msgspec.structs.replace(told.heartbeat or BEAT, **more)
 
     def loads(self) -> dict[str, tuple[int, int]]:
         """Sequences and tokens in flight of every replica, after checking their law."""

@@ -12,17 +12,17 @@ from prometheus_client.registry import CollectorRegistry
 
 from gateway.api.errors import error_response
 from gateway.api.explain import Explain
+from gateway.api.replica_state import describe
 from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.report import build_report
 from gateway.errors import RequestError
 from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.replica import Replica
 from gateway.identity.identifier import Identifier
 from gateway.path.account import Receipts
 from gateway.placement.index import PrefixIndex
-from kvstore.messages import FetchRecord, Tier
+from kvstore.messages import FetchRecord
 
 
 class AdminApp(FastAPI):
@@ -63,7 +63,7 @@ class AdminApp(FastAPI):
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _replicas(self) -> Response:
-        replicas = [self._describe(replica) for replica in self._fleet.replicas.values()]
+        replicas = [describe(replica, self._fleet, self._index) for replica in self._fleet.replicas.values()]
         return _json({"replicas": replicas, "identity": self._identifier.modes()})
 
     async def _receipt(self, request_id: str) -> Response:
@@ -98,55 +98,6 @@ class AdminApp(FastAPI):
 
     async def _duplication(self, top: int = 20) -> Response:
         return _json(build_report(self._ledger, top=max(0, min(top, 1_000)), history=self._history))
-
-    def _describe(self, replica: Replica) -> dict[str, Any]:
-        beat = replica.heartbeat
-        return {
-            "id": replica.id,
-            "engine": str(replica.engine),
-            "engine_up": replica.engine_up,
-            "engine_error": replica.engine_error,
-            "models": list(replica.models),
-            "agent": str(replica.agent) if replica.agent else None,
-            "reporting": replica.reporting,
-            "agent_error": replica.agent_error,
-            "routed_by": _routed_by(replica),
-            "epoch": beat.epoch if beat and replica.reporting else None,
-            "held_blocks": self._index.held_blocks(replica.id, Tier.HBM),
-            "pool_blocks": self._index.held_blocks(replica.id, Tier.DRAM),
-            "fetch": _fetch_state(replica, self._fleet),
-            "capacity_blocks": replica.capacity_blocks,
-            "block_size": replica.block_size,
-            "block_bytes": replica.block_bytes,
-            "running_sequences": replica.load.sequences,
-            "queued_prefill_tokens": replica.load.prefill_tokens,
-            "prefill_tokens_per_s": self._fleet.speed.of(replica.id),
-            "engine_load": beat if replica.reporting else None,
-        }
-
-
-def _routed_by(replica: Replica) -> str:
-    """What placement knows of this replica, in a word: reports, its own placements (agent lost), or the ring alone."""
-    if replica.reporting:
-        return "reports"
-    return "learned" if replica.agent else "ring"
-
-
-def _fetch_state(replica: Replica, fleet: Fleet) -> dict[str, Any]:
-    """What moving KV to and from this replica is like; `state` says it in words."""
-    state = replica.fetch
-    if state is None:
-        why = "its agent has none, or no engine is connected to it" if replica.reporting else "no reports"
-        return {"state": f"no pool: {why}"}
-    others = [other.fetch for other in fleet.replicas.values() if other is not replica]
-    if not state.acts:
-        words = "serves its peers, but only keeps records of what it would fetch"
-    elif any(other is not None and other.namespace == state.namespace for other in others):
-        words = "fetches from its peers"
-    else:
-        words = "nothing to fetch from: no other pool has KV of its namespace"
-    told: dict[str, Any] = msgspec.to_builtins(state)
-    return {"state": words} | told
 
 
 def _record(record: FetchRecord) -> dict[str, Any]:

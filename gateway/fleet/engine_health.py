@@ -10,12 +10,18 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.replica import Replica
 
 log = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+
+ASKS_FOR_KEY = (
+    "401: the engine asks for an API key: give it as PREFIX_GATEWAY_ENGINE_API_KEY or the replica's api_key_file"
+)
+REFUSES_KEY = "401: the engine refuses the API key of PREFIX_GATEWAY_ENGINE_API_KEY or the replica's api_key_file"
 
 
 class _ModelList(msgspec.Struct):
@@ -29,9 +35,9 @@ class EngineHealth:
     connection is refused, so that a dead engine is left at once and taken back by the next good probe.
     """
 
-    def __init__(self, client: httpx.AsyncClient, on_down: Callable[[str], None]) -> None:
+    def __init__(self, engines: EngineHttp, on_down: Callable[[str], None]) -> None:
         """`on_down` is told the id of a replica whose engine stopped answering: its cache may be gone."""
-        self._client = client
+        self._engines = engines
         self._on_down = on_down
 
     async def watch(self, replicas: Iterable[Replica]) -> None:
@@ -52,7 +58,10 @@ class EngineHealth:
     async def probe(self, replica: Replica) -> None:
         """Ask once."""
         try:
-            response = await self._client.get(replica.engine.join("/v1/models"), timeout=PROBE_TIMEOUT_S)
+            response = await self._engines.get(replica, "/v1/models", timeout_s=PROBE_TIMEOUT_S)
+            if response.status_code == 401:
+                self.failed(replica, REFUSES_KEY if replica.access.keyed else ASKS_FOR_KEY)
+                return
             response.raise_for_status()
             cards = msgspec.json.decode(response.content, type=_ModelList).data
         except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from gateway.duplication.ledger import Ledger
+from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.fetches import Fetches
 from gateway.fleet.model_profiles import ModelProfiles
@@ -26,7 +27,10 @@ INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
 
 
 class Fleet:
-    """Owns the replicas and the tasks that watch them; `run` keeps all of it true until cancelled."""
+    """Owns the replicas and the tasks that watch them; `run` keeps all of it true until cancelled.
+
+    Making one reads the engines' keys and certificates, and raises SettingsError for those that cannot be used.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,8 @@ class Fleet:
         self._ledger = ledger
         self._health = health
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
-        self.replicas = {each.id: Replica(each) for each in settings.replicas}
+        accesses = engine_accesses(settings)
+        self.replicas = {each.id: Replica(each, accesses[each.id]) for each in settings.replicas}
         self.streams: dict[str, ReportStream] = {}
         for replica in self.replicas.values():
             index.add_replica(replica.id)

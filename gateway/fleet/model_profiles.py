@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from gateway.errors import IdentityUnavailable
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.replica import Replica
 from gateway.identity import parity
 from gateway.identity.identifier import Identifier
@@ -38,10 +39,10 @@ class ModelProfiles:
     """
 
     def __init__(
-        self, identifier: Identifier, client: httpx.AsyncClient, sample_every: int, *, prove_again_s: float = 300.0
+        self, identifier: Identifier, engines: EngineHttp, sample_every: int, *, prove_again_s: float = 300.0
     ) -> None:
         self._identifier = identifier
-        self._client = client
+        self._engines = engines
         self._sample_every = sample_every
         self._prove_again_s = prove_again_s
         self._digests: dict[str, str] = {}
@@ -145,11 +146,8 @@ class ModelProfiles:
             self._disprove(replica, model, f"{against} of the last {SAMPLES_KEPT} sampled requests differ")
 
     async def _tokenize(self, replica: Replica, body: dict[str, Any]) -> list[int]:
-        response = await self._client.post(
-            replica.engine.join("/tokenize"),
-            content=msgspec.json.encode(body),
-            headers={"content-type": "application/json"},
-            timeout=TOKENIZE_TIMEOUT_S,
+        response = await self._engines.post(
+            replica, "/tokenize", msgspec.json.encode(body), timeout_s=TOKENIZE_TIMEOUT_S
         )
         response.raise_for_status()
         return msgspec.json.decode(response.content, type=_Tokens).tokens

@@ -6,11 +6,12 @@ from typing import Any
 
 import httpx
 
+from gateway.fleet.engine_access import EngineAccess
 from gateway.fleet.inflight import InFlight
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import ReplicaSettings
 from kvstore.identity import UNIT_TOKENS
-from kvstore.messages import FetchState, Heartbeat, Hello
+from kvstore.messages import FetchState, Heartbeat, Hello, Problem
 
 
 class Replica:
@@ -20,10 +21,12 @@ class Replica:
     `reporting` by its report stream, `load` by the request path. Everything runs on one event loop.
     """
 
-    def __init__(self, settings: ReplicaSettings) -> None:
+    def __init__(self, settings: ReplicaSettings, access: EngineAccess | None = None) -> None:
         self.id = settings.id
         self.weight = settings.weight
         self.engine = httpx.URL(settings.engine)
+        self.access = access or EngineAccess(dp_rank=settings.dp_rank)
+        self.dp_rank = settings.dp_rank
         self.agent = httpx.URL(settings.agent) if settings.agent else None
         self.engine_up = False
         self.engine_error = "not probed yet"
@@ -56,6 +59,11 @@ class Replica:
     def fetch(self) -> FetchState | None:
         """What its agent's pool can do; None without a pool, or while nobody vouches for one."""
         return self.heartbeat.fetch if self.heartbeat is not None and self.reporting else None
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What its agent finds wrong; nothing while there are no reports."""
+        return self.heartbeat.problems if self.heartbeat is not None and self.reporting else []
 
     def view(self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float) -> ReplicaView:
         """What the placer is told about this replica now."""

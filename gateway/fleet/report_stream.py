@@ -121,6 +121,11 @@ class ReportStream:
                 raise StreamLost(
                     "agent and gateway have different route seeds: set --route-seed and placement.route_seed alike"
                 )
+            if replica.dp_rank is not None and hello.dp_rank != replica.dp_rank:
+                raise StreamLost(
+                    f"the agent speaks for data-parallel rank {hello.dp_rank}, the replica is rank {replica.dp_rank}: "
+                    "set --dp-rank and dp_rank alike"
+                )
             replica.hello = hello
             self._on_hello(replica, hello)
             if "exact" in hello.identity_modes:

@@ -16,8 +16,24 @@ import msgspec
 
 from gateway.errors import RequestError
 
-STRIPPED = frozenset({"kv_transfer_params", "cache_salt", "vllm_xargs", "priority"})
-"""Engine-control fields that clients may not set."""
+STRIPPED = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "cache_salt",
+        "extra_key",
+        "vllm_xargs",
+        "priority",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+    }
+)
+"""Engine-control fields that clients may not set, in the words of vLLM and SGLang: where KV comes from and goes to,
+which of it may be shared, whose turn it is, which rank computes."""
 
 UNIQUE = STRIPPED | {
     "model",

@@ -64,7 +64,9 @@ class Forward:
             fields = put | hint_fields(exchange, self._fleet, self._agent_token)
             body = exchange.body.edited(remove, fields) if remove or fields else exchange.body.raw
             try:
-                response = await self._upstream.send(replica, "POST", exchange.target, sent_headers, body)
+                response = await self._upstream.send(
+                    replica, "POST", exchange.target, headers.with_access(sent_headers, replica.access), body
+                )
             except UpstreamError as error:
                 if error.kind == "connect":
                     self._health.failed(replica, str(error))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from opentelemetry import propagate, trace
 
+from gateway.fleet.engine_access import EngineAccess
 from gateway.path.exchange import Exchange
 
 Headers = list[tuple[bytes, bytes]]
@@ -25,7 +26,13 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+ENGINE_CONTROL = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-smg-routing-key"})
+"""Headers by which clients may not tell an engine what to do."""
+
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_NOT_FORWARDED = (
+    HOP_BY_HOP | ENGINE_CONTROL | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+)
 _NOT_RETURNED = HOP_BY_HOP | {b"x-request-id", b"date", b"server"}
 _NOT_RETURNED_OF_STREAMS = _NOT_RETURNED | {b"content-length"}
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -47,6 +54,14 @@ def to_engine(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> Header
         (n, v) for n, v in headers if n not in _NOT_FORWARDED and n not in named and not n.startswith(b"x-gateway-")
     ]
     return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode())]
+
+
+def with_access(headers: Headers, access: EngineAccess) -> Headers:
+    """With what this engine is to be sent by every request; the client's credentials are not for an engine that has
+    one of ours."""
+    if access.keyed:
+        headers = [(n, v) for n, v in headers if n not in _CREDENTIALS]
+    return [*headers, *access.headers] if access.headers else headers
 
 
 def traced(headers: Headers) -> Headers:

@@ -2,11 +2,14 @@
 
 httpx's request and response over httpx-aiohttp's transport, without a client around it: 140 us of CPU a request
 against about 1,500 with httpcore's pool. The session is made here because the transport's own keeps aiohttp's limit of
-100 connections whatever limits it is given.
+100 connections whatever limits it is given. TLS is a session's, so engines of different TLS settings have sessions of
+their own.
 """
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -26,37 +29,36 @@ class Upstream:
     """Sends requests to engines. Owns the connection pool; `close` ends it."""
 
     def __init__(self, *, connect_timeout_s: float, first_byte_timeout_s: float) -> None:
-        self._transport = AiohttpTransport(client=self._session)
+        self._transports: dict[ssl.SSLContext | None, AiohttpTransport] = {}
         self._extensions = {"timeout": {"connect": connect_timeout_s, "read": first_byte_timeout_s}}
         self._urls: dict[tuple[httpx.URL, str], httpx.URL] = {}
-        self._opened: aiohttp.ClientSession | None = None
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._opened is None:
-            self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
-        return self._opened
 
     async def send(
         self, replica: Replica, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> httpx.Response:
         """The engine's response, its body not yet read; the caller must `aclose` it.
 
-        Raises UpstreamError when there is none: kind connect, timeout, reset or protocol.
+        Raises UpstreamError when there is none, or none for the client: kind connect, timeout, reset, protocol or
+        unauthorized.
         """
+        access = replica.access
+        extensions = {**self._extensions, **access.extensions} if access.extensions else self._extensions
         request = httpx.Request(
-            method, self._url(replica.engine, path), headers=headers, content=body, extensions=self._extensions
+            method, self._url(replica.engine, path), headers=headers, content=body, extensions=extensions
         )
+        transport = self._transports.get(access.tls)
+        if transport is None:
+            transport = self._transports[access.tls] = AiohttpTransport(client=functools.partial(_session, access.tls))
         try:
-            response = await self._transport.handle_async_request(request)
+            response = await transport.handle_async_request(request)
         except (httpx.HTTPError, aiohttp.ClientError, OSError, ValueError) as error:
             raise map_error(replica.id, error) from error
         if not 200 <= response.status_code <= 599:
             await response.aclose()
             raise UpstreamError(replica.id, "protocol", f"answered with status {response.status_code}")
+        if response.status_code == 401 and access.keyed:  # not the client's key, so not the client's to hear
+            await response.aclose()
+            raise UpstreamError(replica.id, "unauthorized", "refuses the gateway's API key")
         return response
 
     def _url(self, engine: httpx.URL, path: str) -> httpx.URL:
@@ -79,8 +81,16 @@ class Upstream:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._opened is not None:
-            await self._opened.close()
+        for transport in self._transports.values():
+            await transport.aclose()
+
+
+def _session(tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10, ssl=tls or True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
 
 
 def map_error(replica: str, error: Exception) -> UpstreamError:

@@ -57,7 +57,8 @@ class KvEventSubscriber:
 
     Owns its sockets and the sequencer. A lost connection, or `restart`, ends a life: the sink is told, and the next
     one begins with a socket of its own, so that nothing in the old one's pipe can be taken for the new engine's. While
-    paused there is no subscription at all. `run` never returns by itself.
+    paused there is no subscription at all. `run` never returns by itself. `other_rank` is the rank of the last batch,
+    where that is not the rank followed.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class KvEventSubscriber:
         self.counts = SubscriberCounts()
         self.connected = False
         self.last_error = ""
+        self.other_rank: int | None = None
         self._sequencer = EventSequencer(self._apply, sink.restart, can_replay=replay_endpoint is not None)
 
     @property
@@ -239,7 +241,9 @@ class KvEventSubscriber:
         self.counts.batches += 1
         if batch.rank is not None and batch.rank != self._dp_rank:
             self.counts.other_rank += 1
+            self.other_rank = batch.rank
             return
+        self.other_rank = None
         self._sink.apply(batch)
 
     def _malformed(self, error: EventDecodeError) -> None:

@@ -99,6 +99,10 @@ class KvService:
         self._secret = secrets.token_bytes(16)
         self._sessions: set[EngineSession] = set()
         self._replaced: deque[str] = deque(maxlen=MAX_REPLACED)
+        self.refusal = ""
+        """Why the last engine that said hello was refused, "" when it was not."""
+        self.loads = True
+        """Whether the engine that is connected takes blocks from the pool."""
 
     @property
     def engine_connected(self) -> bool:
@@ -121,6 +125,11 @@ class KvService:
 
     async def greet(self, hello: EngineHello, hang_up: Callable[[], object]) -> Greeting:
         """An engine connects."""
+        greeting = await self._greet(hello, hang_up)
+        self.refusal = greeting.answer.reason if isinstance(greeting.answer, Refused) else ""
+        return greeting
+
+    async def _greet(self, hello: EngineHello, hang_up: Callable[[], object]) -> Greeting:
         if hello.engine_id in self._replaced and any(each.engine_id != hello.engine_id for each in self._sessions):
             return Greeting(Refused(reason=TWO_ENGINES))
         answer = await self.keeper.admit(hello)
@@ -160,6 +169,7 @@ class KvService:
             clock=self._clock,
         )
         self._sessions.add(session)
+        self.loads = hello.loads
         _logger.info("engine %s connected as %s, rank %d", hello.engine_id, hello.role, hello.rank)
         return Greeting(answer, session, pool.region.fd)
 
@@ -176,18 +186,11 @@ class KvService:
             return None
         return FetchState(
             namespace=namespace.digest.hex(),
-            acts=self._settings.fetch == "on",
+            acts=self._settings.fetch == "on" and self.loads,
             slots=pool.region.slots,
             link=self.estimates.link,
             links=self.estimates.links,
         )
-
-    @property
-    def trouble(self) -> list[str]:
-        """What keeps blocks from being saved and fetched, in words."""
-        if self._sessions:
-            return []
-        return [f"no engine is connected to the KV pool at --kv-socket {self._settings.kv_socket}"]
 
     def health(self) -> dict[str, Any]:
         """What `/health` says of it."""

@@ -15,7 +15,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.http_protocol import BoundedProtocol
-from gateway.settings import LimitSettings, ListenSettings, ReplicaSettings, Settings
+from gateway.settings import LimitSettings, ReplicaSettings, Settings
 
 MODEL = "m"
 DEADLINE_S = 20.0
@@ -163,11 +163,18 @@ async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **
     from gateway.settings import PlacementSection
 
     settings = Settings(
-        listen=ListenSettings(port=0, admin_port=0),
         replicas=[ReplicaSettings(id=f"replica-{at}", engine=engine.url) for at, engine in enumerate(engines)],
         placement=PlacementSection(allow_pinning=allow_pinning),
         limits=LimitSettings(**limits),
     )
+    async with serving_gateway(settings) as running:
+        await eventually(lambda: all(r.engine_up for r in running.gateway.fleet.replicas.values()))
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def serving_gateway(settings: Settings) -> AsyncIterator[Running]:
+    """A gateway of these settings in this process, on free ports; its engines need not be up."""
     gateway = Gateway(settings)
     servers, urls = [], []
     for app in (gateway.public, gateway.admin):
@@ -180,7 +187,6 @@ async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **
         urls.append(f"http://127.0.0.1:{bound.getsockname()[1]}")
     try:
         async with gateway.running():
-            await eventually(lambda: all(r.engine_up for r in gateway.fleet.replicas.values()))
             yield Running(gateway, *urls)
     finally:
         for server, task in servers:

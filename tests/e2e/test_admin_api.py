@@ -103,6 +103,9 @@ async def test_replicas(admin: Admin) -> None:
         assert each["block_bytes"] > 0
         assert (each["running_sequences"], each["queued_prefill_tokens"]) == (0, 0)
         assert each["engine_load"]["epoch"] == each["epoch"] > 0
+        assert (each["kv_events"], each["dp_rank"]) == ("connected", None)
+        assert [problem["code"] for problem in each["problems"]] == ["pool_off"]
+        assert each["fetch"]["state"].startswith("events and routing only: ")
     identity = found["identity"]["tiny"]
     assert (identity["mode"], identity["why"], identity["off"]) == ("exact", "", [])
 

@@ -47,7 +47,8 @@ async def test_hello_waits_for_nothing_and_says_so() -> None:
         assert (await get(f"{url}/v1/model-files")).status_code == 503
         health = (await get(f"{url}/health")).json()
         assert (health["status"], health["engine_up"]) == ("engine_down", False)
-        assert len(health["trouble"]) == 2
+        (problem,) = health["problems"]
+        assert (problem["code"], problem["note"]) == ("engine_down", False)
 
 
 async def test_hello_and_model_files(tmp_path: Path) -> None:

@@ -37,6 +37,21 @@ SGLANG_ARRAY = bytes.fromhex(
     "92cb3ff80000000000009396ab426c6f636b53746f72656491f9c0dc0010000102030405060708090a0b0c0d0e0f10c092ac426c6f636b52"
     "656d6f76656491f991b0416c6c426c6f636b73436c6561726564"
 )
+# [1.5, [{"type": "BlockStored", "block_hashes": [-7, -2**63], "parent_block_hash": -3, "token_ids": [0..31],
+#         "block_size": 16, "lora_id": nil, "medium": "GPU", "session_id": "s-1"},
+#        {"type": "BlockRemoved", "block_hashes": [-3, -7], "medium": "CPU_PINNED"},
+#        {"type": "BlockStored", "block_hashes": [9], "parent_block_hash": nil, "token_ids": [0..15], "block_size": 16,
+#         "lora_id": nil, "medium": "EXTERNAL"},
+#        {"type": "AllBlocksCleared"}], 1]
+SGLANG_MAP = bytes.fromhex(
+    "93cb3ff80000000000009488a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392f9d38000000000000000b17061"
+    "72656e745f626c6f636b5f68617368fda9746f6b656e5f696473dc0020000102030405060708090a0b0c0d0e0f101112131415161718191a"
+    "1b1c1d1e1faa626c6f636b5f73697a6510a76c6f72615f6964c0a66d656469756da3475055aa73657373696f6e5f6964a3732d3183a47479"
+    "7065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657392fdf9a66d656469756daa4350555f50494e4e454487a474797065ab"
+    "426c6f636b53746f726564ac626c6f636b5f6861736865739109b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473dc"
+    "0010000102030405060708090a0b0c0d0e0faa626c6f636b5f73697a6510a76c6f72615f6964c0a66d656469756da845585445524e414c81"
+    "a474797065b0416c6c426c6f636b73436c656172656401"
+)
 
 
 def batch(*events: object, rank: object = 0) -> bytes:
@@ -65,6 +80,35 @@ def test_sglang_array_golden_bytes() -> None:
         BlockRemoved(hashes=[-7], tier=Tier.HBM),
         AllCleared(),
     ]
+
+
+def test_sglang_map_golden_bytes() -> None:
+    decoded = decode_batch(SGLANG_MAP)
+    assert (decoded.rank, decoded.ignored) == (1, 1), "a pool that replicas share is nobody's cache"
+    assert decoded.events == [
+        BlockStored(hashes=[-7, -(2**63)], parent=-3, tokens=pack_tokens(range(32)), block_size=16, tier=Tier.HBM),
+        BlockRemoved(hashes=[-3, -7], tier=Tier.DRAM),
+        AllCleared(),
+    ]
+
+
+def test_what_sglang_says_beside_is_read_or_left() -> None:
+    """Salt and adapter change what a block is; sessions, and hashes of other chains, do not."""
+    plain = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": TOKENS}
+    plain |= {"block_size": 16, "lora_id": None, "medium": "GPU"}
+    chains = {"namespaced_block_hashes": [8], "namespaced_parent_block_hash": -9}
+    bigrams = {"token_ids": [[token, token + 1] for token in TOKENS]}
+    expected = msgspec.structs.replace(STORED, extra=None, full=False)
+    for more, changed in (
+        (chains | {"session_id": "s"}, {}),
+        (bigrams, {}),
+        ({"cache_salt": "tenant"}, {"salt": "tenant"}),
+        ({"lora_name": "adapter", "session_id": "s"}, {"lora": "adapter"}),
+    ):
+        assert decode_batch(batch(plain | more)).events == [msgspec.structs.replace(expected, **changed)]
+    for metadata in ({"cache_salt": "tenant"}, {"cache_salt": "tenant", "session_id": "s"}):
+        (event,) = decode_batch(batch(stored_array(None, "GPU", metadata))).events
+        assert event == msgspec.structs.replace(expected, salt="tenant"), "as it was said for a while"
 
 
 @pytest.mark.parametrize(

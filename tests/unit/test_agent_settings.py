@@ -66,6 +66,12 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_default() -> None:
                 "host:1/",
             )
         ),
+        ([*ENGINE, "--engine-api-key-file", "/no/such/file"], {}, "--engine-api-key-file"),
+        (ENGINE, {"REPLICA_AGENT_ENGINE_API_KEY": ""}, "REPLICA_AGENT_ENGINE_API_KEY"),
+        (ENGINE, {"REPLICA_AGENT_ENGINE_API_KEY": "schlüssel"}, "REPLICA_AGENT_ENGINE_API_KEY"),
+        ([*ENGINE, "--engine-ca-file", "/ca.pem"], {}, "--engine-ca-file"),
+        (["--engine", "https://e:1", "--engine-ca-file", "/no/such/file"], {}, "--engine-ca-file"),
+        (["--engine", "https://e:1"], {"REPLICA_AGENT_ENGINE_CERT_FILE": "/cert.pem"}, "--engine-key-file"),
         ([*ENGINE, "--lease-ttl", "60"], {}, "--lease-ttl"),
         ([*ENGINE, "--log-level", "loud"], {}, "--log-level"),
         ([*ENGINE, "--debug", "yes"], {}, "--debug"),
@@ -88,6 +94,19 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file.write_text("from-file\n")
     assert load_settings(ENGINE, {"REPLICA_AGENT_TOKEN": "from-env"}).token == "from-env"
     assert load_settings([*ENGINE, "--token-file", str(file)], {}).token == "from-file"
+
+
+def test_the_engines_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    assert load_settings(ENGINE, {}).engine_api_key is None
+    assert load_settings(ENGINE, {"REPLICA_AGENT_ENGINE_API_KEY": "from-env"}).engine_api_key == "from-env"
+    assert load_settings([*ENGINE, "--engine-api-key-file", str(file)], {}).engine_api_key == "from-file"
+
+
+def test_tls_is_for_https_alone() -> None:
+    assert load_settings(ENGINE, {}).engine_tls is None
+    assert load_settings(["--engine", "https://e:1"], {}).engine_tls is not None
 
 
 def test_a_publishers_wildcard_address_is_a_local_one_for_a_subscriber() -> None:

@@ -18,7 +18,7 @@ from gateway.duplication.ledger import Ledger
 from gateway.identity.identifier import Identifier
 from gateway.path.identify import Identify
 from gateway.path.usage import PromptTokensDetails, Usage
-from kvstore.messages import FetchOutcome, Tier
+from kvstore.messages import FetchOutcome, Problem, Tier
 
 PROMPT = identity(range(640))
 
@@ -148,13 +148,49 @@ async def test_replicas_say_in_words_what_their_pools_do(admin: Admin) -> None:
         True,
     )
     assert told["fetch"]["link"] == {"latency_s": 0.001, "bytes_per_s": 1e8}
+    policy = Problem(code="load_policy", message="loads are off", fix="a flag")
+    parts.tell("replica-0", problems=[policy])
     parts.fleet.replicas["replica-1"].reporting = False
-    parts.fleet.replicas["replica-2"].heartbeat = None
+    parts.fleet.replicas["replica-1"].agent_error = "silent"
+    gone = Problem(code="pool_unconnected", message="events and routing only: nobody is connected", fix="a flag")
+    parts.tell("replica-2", fetch=None, problems=[gone])
     assert await states() == [
-        "nothing to fetch from: no other pool has KV of its namespace",
-        "no pool: no reports",
-        "no pool: its agent has none, or no engine is connected to it",
+        "serves its peers, but fetches nothing: loads are off",
+        "no fetches: no reports: silent",
+        "events and routing only: nobody is connected",
     ]
+    parts.tell("replica-2", problems=[])
+    parts.fleet.replicas["replica-0"].agent = None
+    parts.fleet.replicas["replica-0"].heartbeat = None
+    assert (await states())[::2] == [
+        "routing by hash only: no agent",
+        "events and routing only: its agent does not say why",
+    ]
+
+
+async def test_replicas_say_whether_their_events_are_heard(admin: Admin) -> None:
+    parts = admin.parts
+    for name in parts.fleet.replicas:
+        parts.pool(name)
+
+    async def told() -> list[dict[str, Any]]:
+        replicas: list[dict[str, Any]] = (await admin.get("/admin/replicas"))["replicas"]
+        return replicas
+
+    off = Problem(code="events_off", message="the engine publishes none", fix="vLLM's --kv-events-config")
+    parts.tell("replica-0", kv_events=True)
+    parts.tell("replica-1", kv_events=False, problems=[off])
+    parts.fleet.replicas["replica-2"].agent = None
+    assert [each["kv_events"] for each in await told()] == [
+        "connected",
+        "not connected: the engine publishes none",
+        "no agent",
+    ]
+    assert [each["problems"] for each in await told()] == [[], [msgspec.to_builtins(off)], []]
+    assert "problems" not in (await told())[1]["engine_load"]
+    parts.fleet.replicas["replica-1"].reporting = False
+    parts.fleet.replicas["replica-1"].agent_error = "gap"
+    assert ((await told())[1]["kv_events"], (await told())[1]["problems"]) == ("unknown: no reports: gap", [])
 
 
 async def test_explain_shows_every_candidates_fetch(admin: Admin) -> None:

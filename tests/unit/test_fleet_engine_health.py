@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from gateway.fleet import engine_health
 from gateway.fleet.engine_health import EngineHealth
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.replica import Replica
 from gateway.settings import ReplicaSettings
 
@@ -37,9 +38,9 @@ class Engine:
 class Prober:
     """A prober over replicas at given URLs, and what it said of their ends."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
+    def __init__(self, engines: EngineHttp) -> None:
         self.down: list[str] = []
-        self.health = EngineHealth(client, self.down.append)
+        self.health = EngineHealth(engines, self.down.append)
 
     @staticmethod
     def replica(url: str, name: str = "r") -> Replica:
@@ -48,8 +49,9 @@ class Prober:
 
 @pytest.fixture
 async def prober() -> AsyncIterator[Prober]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        yield Prober(client)
+    engines = EngineHttp()
+    yield Prober(engines)
+    await engines.close()
 
 
 async def test_a_good_engine_is_up_with_its_models(prober: Prober) -> None:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.fleet.replica import Replica
 from gateway.identity.identifier import Identifier
@@ -70,9 +71,9 @@ def tokenizer() -> Tokenizer:
 class Rig:
     """Profiles over one identifier, and three replicas with engines of their own."""
 
-    def __init__(self, identifier: Identifier, client: httpx.AsyncClient, sample_every: int) -> None:
+    def __init__(self, identifier: Identifier, engines: EngineHttp, sample_every: int) -> None:
         self.identifier = identifier
-        self.profiles = ModelProfiles(identifier, client, sample_every, prove_again_s=0.2)
+        self.profiles = ModelProfiles(identifier, engines, sample_every, prove_again_s=0.2)
         self.engines: list[Engine] = []
         self.replicas: list[Replica] = []
 
@@ -86,8 +87,9 @@ class Rig:
 async def rig(tokenizer: Tokenizer, sample_every: int = 0) -> AsyncIterator[Rig]:
     async with contextlib.AsyncExitStack() as stack:
         identifier = await stack.enter_async_context(identifying())
-        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
-        made = Rig(identifier, client, sample_every)
+        asking = EngineHttp()
+        stack.push_async_callback(asking.close)
+        made = Rig(identifier, asking, sample_every)
         for at in range(3):
             engine = Engine(tokenizer, f"replica-{at}")
             url = await stack.enter_async_context(serving(engine.app))

@@ -150,7 +150,7 @@ class Gateway:
     """What follows the agent, and what it has learned."""
 
     def __init__(self, url: str, client: httpx.AsyncClient, token: str) -> None:
-        self.replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url))
+        self.replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url, dp_rank=0))
         self.index = PrefixIndex()
         self.index.add_replica("r")
         self.index.add_replica("other")
@@ -383,6 +383,7 @@ async def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"protocol": 3}, ["protocol 3", "this gateway 2"]),
         ({"replica_id": "other"}, ["says it is 'other'", "expected 'r'"]),
+        ({"dp_rank": 1}, ["speaks for data-parallel rank 1", "the replica is rank 0", "--dp-rank"]),
         ({"route_seed_check": 1}, ["route seeds", "--route-seed", "placement.route_seed"]),
     ],
 )

@@ -84,6 +84,9 @@ def test_every_import_is_a_declared_dependency(package: str, extras: tuple[str, 
     seen = set()
     for path in modules(package):
         for name in imports(path):
+            # What runs inside an engine finds that engine there.
+            if name == path.parent.name and path.parent.parent.name == "engines":
+                continue
             if name in PACKAGES or name in sys.stdlib_module_names or name == "__future__":
                 continue
             seen.add(name)

@@ -76,6 +76,23 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("placement: {epsilon: .inf}", {}, "placement.epsilon"),
         ("", {"PREFIX_GATEWAY_AGENT_TOKEN": "päss"}, "PREFIX_GATEWAY_AGENT_TOKEN"),
         ("agent_token: x", {}, "agent_token"),
+        ("engine_api_key: x", {}, "engine_api_key: secrets come from PREFIX_GATEWAY_ENGINE_API_KEY"),
+        ("replicas: [{id: a, engine: 'http://h:1', api_key: x}]", {}, "unknown field `api_key`"),
+        ("engine_tls: {ca: x}", {}, "engine_tls: Object contains unknown field `ca`"),
+        ("", {"PREFIX_GATEWAY_ENGINE_API_KEY_FILE": "/absent"}, "PREFIX_GATEWAY_ENGINE_API_KEY_FILE"),
+        ("", {"PREFIX_GATEWAY_ENGINE_API_KEY": "two\nlines"}, "PREFIX_GATEWAY_ENGINE_API_KEY"),
+        ("replicas: [{id: a, engine: 'http://h:1', dp_rank: -1}]", {}, "replicas[0].dp_rank"),
+        ("replicas: [{id: a, engine: 'http://h:1'}, {id: b, engine: 'http://h:1/'}]", {}, "replicas[1].dp_rank"),
+        (
+            "replicas: [{id: a, engine: 'http://h:1', dp_rank: 0}, {id: b, engine: 'http://h:1'}]",
+            {},
+            "replicas[1].dp_rank",
+        ),
+        (
+            "replicas: [{id: a, engine: 'http://h:1', dp_rank: 1}, {id: b, engine: 'http://h:1', dp_rank: 1}]",
+            {},
+            "replicas[1].dp_rank: replicas that share an engine need one each, beside a: 1",
+        ),
         ("[1]", {}, "expected sections"),
         ("a: [", {}, "not YAML"),
         ("", {"PREFIX_GATEWAY_NOWHERE__PORT": "1"}, "PREFIX_GATEWAY_NOWHERE__PORT"),
@@ -88,6 +105,19 @@ def test_an_error_names_the_key(tmp_path, text, environ, named):
     with pytest.raises(SettingsError) as error:
         load(tmp_path, text, environ)
     assert named in str(error.value)
+
+
+def test_the_engines_key_comes_from_the_environment_or_a_file(tmp_path):
+    assert load(tmp_path, "", {"PREFIX_GATEWAY_ENGINE_API_KEY": "key"}).engine_api_key == "key"
+    (tmp_path / "key").write_text("from-file\n")
+    assert (
+        load(tmp_path, "", {"PREFIX_GATEWAY_ENGINE_API_KEY_FILE": str(tmp_path / "key")}).engine_api_key == "from-file"
+    )
+
+
+def test_ranks_share_an_engine(tmp_path):
+    two = "replicas: [{id: a, engine: 'http://h:1', dp_rank: 0}, {id: b, engine: 'http://h:1', dp_rank: 1}]"
+    assert [replica.dp_rank for replica in load(tmp_path, two).replicas] == [0, 1]
 
 
 def test_an_empty_section_is_all_defaults(tmp_path):

@@ -40,6 +40,9 @@ def test_objects_are_valid_for_kubernetes(render: Render, version: str) -> None:
     everything = render(
         imagePullSecrets=[{"name": "pull"}],
         agentToken={"existingSecret": "agents"},
+        engineApiKey={"existingSecret": "engines"},
+        extraVolumes=[{"name": "tls", "secret": {"secretName": "engine-tls"}}],
+        extraVolumeMounts=[{"name": "tls", "mountPath": "/etc/engine-tls", "readOnly": True}],
         extraEnv=[{"name": "TZ", "value": "UTC"}],
         service={"annotations": {"a": "b"}},
         podAnnotations={"a": "b"},
@@ -137,6 +140,22 @@ def test_agent_token_is_a_reference(render: Render) -> None:
         "name": "PREFIX_GATEWAY_AGENT_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "agents", "key": "t"}},
     }
+
+
+def test_engine_api_key_is_a_reference(render: Render) -> None:
+    (variable,) = render(engineApiKey={"existingSecret": "engines"}).container["env"]
+    assert variable == {
+        "name": "PREFIX_GATEWAY_ENGINE_API_KEY",
+        "valueFrom": {"secretKeyRef": {"name": "engines", "key": "api-key"}},
+    }
+
+
+def test_extra_volumes(render: Render) -> None:
+    volume = {"name": "tls", "secret": {"secretName": "engine-tls"}}
+    mount = {"name": "tls", "mountPath": "/etc/engine-tls", "readOnly": True}
+    rendered = render(extraVolumes=[volume], extraVolumeMounts=[mount])
+    assert volume in rendered.pod["spec"]["volumes"]
+    assert mount in rendered.container["volumeMounts"]
 
 
 def test_extra_env(render: Render) -> None:

@@ -11,6 +11,7 @@ import yaml
 from helm_rendering import CHART, Render, Rendered, Values
 
 from gateway.settings import (
+    EngineTls,
     FetchSettings,
     LimitSettings,
     PlacementSection,
@@ -32,7 +33,8 @@ def load(rendered: Rendered, tmp_path: Path) -> Settings:
 
 def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Path) -> None:
     loaded, default = load(render(), tmp_path), Settings()
-    assert (loaded.placement, loaded.fetch, loaded.limits, loaded.telemetry) == (
+    assert (loaded.engine_tls, loaded.placement, loaded.fetch, loaded.limits, loaded.telemetry) == (
+        default.engine_tls,
         default.placement,
         default.fetch,
         default.limits,
@@ -44,6 +46,7 @@ def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Pat
 @pytest.mark.parametrize(
     ("section", "settings"),
     [
+        ("engine_tls", EngineTls),
         ("placement", PlacementSection),
         ("fetch", FetchSettings),
         ("limits", LimitSettings),
@@ -65,15 +68,31 @@ def test_listens_on_all_addresses_of_the_pod(render: Render, tmp_path: Path) -> 
     assert ports == {"http": listen.port, "admin": listen.admin_port}
 
 
+def test_values_offer_every_key_of_a_replica() -> None:
+    schema = msgspec.json.decode((CHART / "values.schema.json").read_bytes())
+    replica = schema["properties"]["config"]["properties"]["replicas"]["items"]["properties"]
+    assert set(replica) == set(ReplicaSettings.__struct_fields__)
+
+
 def test_replicas(render: Render, tmp_path: Path) -> None:
     bare: Values = {"id": "replica-1", "engine": "https://engine-1:8100"}
-    loaded = load(render(config={"replicas": [REPLICA, bare]}), tmp_path)
-    assert loaded.replicas == [ReplicaSettings(**REPLICA), ReplicaSettings(**bare)]
+    tls: Values = {"ca_file": "/etc/engine-tls/ca.crt", "server_name": "engine"}
+    other: Values = {"id": "replica-2", "engine": "https://engine-1:8101", "dp_rank": 0, "api_key_file": "/etc/key"}
+    loaded = load(render(config={"replicas": [REPLICA, bare, other | {"engine_tls": tls}]}), tmp_path)
+    assert loaded.replicas == [
+        ReplicaSettings(**REPLICA),
+        ReplicaSettings(**bare),
+        ReplicaSettings(**other, engine_tls=EngineTls(**tls)),
+    ]
 
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
+        ("engine_tls", "ca_file", "/etc/engine-tls/ca.crt"),
+        ("engine_tls", "cert_file", "/etc/engine-tls/tls.crt"),
+        ("engine_tls", "key_file", "/etc/engine-tls/tls.key"),
+        ("engine_tls", "server_name", "engine"),
         ("placement", "epsilon", 0.25),
         ("placement", "route_seed", 0),
         ("placement", "route_seed", 2**53 - 1),
