@@ -7,7 +7,7 @@ ARGS ?=
 # The CPU build of torch that the reference engine is tested with. Where plain `torch` would bring CUDA, this must not.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test soak lint format bench clean
+.PHONY: install demo test vllm test-vllm soak lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,13 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# vLLM's own environment, in the user's cache folder: minutes and 3 GB once, then reused by every checkout.
+vllm: install
+	$(BIN)/python tests/vllm/vllm_env.py
+
+test-vllm: vllm
+	$(BIN)/python -m pytest tests/vllm --vllm $(ARGS)
 
 # Half an hour of frozen and killed processes; ARGS="--minutes 5 --seed 7" for another one.
 soak: install
