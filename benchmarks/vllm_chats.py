@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import getpass
 import json
 import os
 import platform
@@ -109,9 +110,11 @@ async def nginx(method: str, servers: Sequence[VllmServer], options: argparse.Na
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "nginx.conf")
         config.write_text(
-            f"daemon off; worker_processes 1; pid {directory}/pid; error_log stderr error; events {{}}\n"
-            f"http {{ access_log off; client_max_body_size 64m; client_body_temp_path {directory}/body;\n"
-            f"  proxy_temp_path {directory}/proxy; fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n"
+            f"daemon off; user {getpass.getuser()}; worker_processes 1; pid {directory}/pid; error_log stderr error;\n"
+            "events {}\n"
+            f"http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 1m;\n"
+            f"  client_body_temp_path {directory}/body; proxy_temp_path {directory}/proxy;\n"
+            f"  fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n"
             f"  scgi_temp_path {directory}/s; upstream replicas {{ {method} {upstreams} keepalive 32; }}\n"
             f"  server {{ listen {HOST}:{port}; location / {{ proxy_pass http://replicas; proxy_http_version 1.1;\n"
             f'    proxy_set_header connection ""; proxy_buffering off; proxy_read_timeout 600s; }} }} }}\n'
