@@ -2,6 +2,7 @@
 
 GatewayError
 ├── SettingsError          a configuration that cannot be used; names the key
+├── TraceError             recorded traffic that cannot be read; names the file, the line and the field
 ├── RequestError           an answer of the gateway itself: HTTP status, OpenAI error type, code and param
 ├── IdentityUnavailable    a prompt could not be turned into token ids (no tokenizer, deadline passed, worker died)
 ├── NoReplica              no replica may take the request now
@@ -17,6 +18,10 @@ class GatewayError(Exception):
 
 class SettingsError(GatewayError):
     """A configuration that cannot be used; the message names the key and the accepted values."""
+
+
+class TraceError(GatewayError):
+    """Recorded traffic that cannot be read; the message names the file, the line and the field."""
 
 
 class RequestError(GatewayError):

@@ -150,7 +150,7 @@ def load_settings(
     try:
         settings = msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(_named(str(error))) from error
+        raise SettingsError(field_first(str(error))) from error
     _check(settings)
     return settings
 
@@ -217,7 +217,7 @@ def _checked_secret(where: str, text: str) -> str:
     return text
 
 
-def _named(message: str) -> str:
+def field_first(message: str) -> str:
     """msgspec's message with the key first: "listen.port: Expected `int`, got `str`"."""
     text, separator, where = message.rpartition(" - at `$")
     if not separator:
