@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_options(doctor)
     doctor.set_defaults(run=_doctor)
 
+    replay = commands.add_parser("replay", help="what recorded traffic would have done, under each way of placing it")
+    from gateway.replay.options import add_options as add_replay_options
+
+    add_replay_options(replay)
+    replay.set_defaults(run=_replay)
+
     for name, module in _PROCESSES.items():
         commands.add_parser(name, help=f"run python -m {module}; see its --help", add_help=False)
     return parser
@@ -154,6 +160,12 @@ def _doctor(options: argparse.Namespace) -> int:
     diagnosis = examine(_settings(options, {}), probe=options.probe, timeout_s=options.timeout)
     print(msgspec.json.encode(diagnosis).decode() if options.json else render_text(diagnosis))
     return 0 if diagnosis.ok else 1
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from gateway.replay.run import run
+
+    return run(options, lambda line: print(line, flush=True))
 
 
 def _report(options: argparse.Namespace) -> int:
