@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 
@@ -25,13 +26,14 @@ from gateway.path.admit import Admission
 from gateway.path.forward import Forward
 from gateway.path.identify import Identify
 from gateway.path.place import Place
+from gateway.path.request_log import RequestLog
 from gateway.path.request_path import RequestPath
 from gateway.path.retry_budget import RetryBudget
 from gateway.path.upstream import Upstream
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placer import Placer
 from gateway.placement.settings import PlacementSettings
-from gateway.settings import Settings
+from gateway.settings import Settings, TelemetrySettings
 
 HISTORY_EVERY_S = 10.0
 
@@ -81,7 +83,8 @@ class Gateway:
             observe_usage=settings.telemetry.observe_usage,
             agent_token=settings.agent_token,
         )
-        account = Account(self.fleet, place, self._profiles, metrics, receipts)
+        self._request_log = _request_log(settings.telemetry)
+        account = Account(self.fleet, place, self._profiles, metrics, receipts, self._request_log)
         self.admission = Admission(self.fleet, limits)
         path = RequestPath(self.admission, identify, place, forward, account)
 
@@ -118,6 +121,8 @@ class Gateway:
             await self._upstream.close()
             await self._engines.close()
             await self._agents.aclose()
+            if self._request_log is not None:
+                await asyncio.to_thread(self._request_log.close)
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
@@ -126,3 +131,7 @@ class Gateway:
         while True:
             self._history.sample()
             await asyncio.sleep(HISTORY_EVERY_S)
+
+
+def _request_log(settings: TelemetrySettings) -> RequestLog | None:
+    return RequestLog(Path(settings.request_log), hashed=settings.hash_prompts) if settings.request_log else None

@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--admin-host", help="admin address (default 127.0.0.1)")
     serve.add_argument("--admin-port", type=int, help="admin port (default 8001)")
     serve.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    serve.add_argument("--request-log", metavar="FILE", help="write every request into this file, for `replay`")
+    serve.add_argument("--hash-prompts", action="store_true", help="write hashes of prompts instead of their text")
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser("demo", help="three replicas, agents and a gateway on this machine, and a scenario")
@@ -116,8 +118,8 @@ def _settings(options: argparse.Namespace, overrides: dict[str, Any]) -> Setting
 def _serve(options: argparse.Namespace) -> int:
     listen = {key: getattr(options, key) for key in ("host", "port", "admin_host", "admin_port")}
     overrides: dict[str, Any] = {"listen": {key: value for key, value in listen.items() if value is not None}}
-    if options.log_level:
-        overrides["telemetry"] = {"log_level": options.log_level}
+    telemetry = {key: getattr(options, key) for key in ("log_level", "request_log", "hash_prompts")}
+    overrides["telemetry"] = {key: value for key, value in telemetry.items() if value}
     settings = _settings(options, overrides)
     from gateway.serve import run
 

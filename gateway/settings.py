@@ -100,13 +100,16 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`observe_usage`: ask for usage on streams that do not, and drop the chunk that carries it."""
+    """`observe_usage`: ask for usage on streams that do not, and drop the chunk that carries it; `request_log`: a file
+    to write every request into, for `replay` ("": none), with `hash_prompts` without its text."""
 
     otlp_endpoint: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     observe_usage: bool = True
     receipts: int = 10_000
     parity_sample_every: int = 256
+    request_log: str = ""
+    hash_prompts: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from gateway.identity.prompt import IdentityMode
 from gateway.metrics import GatewayMetrics
 from gateway.path.exchange import Exchange
 from gateway.path.place import Place
+from gateway.path.request_log import RequestLog
 from gateway.placement.placement import FetchPlan
 
 
@@ -67,7 +68,7 @@ class Receipts:
 
 
 class Account:
-    """Ends an exchange: frees its place, feeds the fitted speed, the metrics and the receipt."""
+    """Ends an exchange: frees its place, feeds the fitted speed, the metrics, the receipt and the request log."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Account:
         profiles: ModelProfiles,
         metrics: GatewayMetrics,
         receipts: Receipts,
+        request_log: RequestLog | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._fleet = fleet
@@ -83,6 +85,7 @@ class Account:
         self._profiles = profiles
         self._metrics = metrics
         self._receipts = receipts
+        self._request_log = request_log
         self._now = now
 
     def close(self, exchange: Exchange) -> Receipt:
@@ -93,6 +96,8 @@ class Account:
             self._learn(exchange, receipt)
         self._receipts.add(receipt)
         self._metrics.request_done(receipt)
+        if self._request_log is not None:
+            self._request_log.add(exchange, receipt.at - receipt.duration_s)
         return receipt
 
     def _learn(self, exchange: Exchange, receipt: Receipt) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from gateway.errors import TraceError
+from gateway.path.request_log import BLOCK_TOKENS
 from gateway.replay import request_log
 from gateway.replay.rows import Row, Rows, Runs, Turn, block_count
 from gateway.settings import field_first
@@ -172,7 +173,7 @@ class _Reader:
 
     def _logged(self, line: bytes) -> None:
         entry = request_log.read(line)
-        self._blocks_are(request_log.BLOCK_TOKENS, "block_tokens")
+        self._blocks_are(BLOCK_TOKENS, "block_tokens")
         self.live = True
         self.assumed += entry.output is None
         output = request_log.ASSUMED_OUTPUT_TOKENS if entry.output is None else entry.output

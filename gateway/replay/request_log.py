@@ -11,7 +11,6 @@ ISO 8601. `completion_tokens` may be missing (or stand in `usage`, as in a reply
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, NamedTuple
 
@@ -22,27 +21,15 @@ from gateway.errors import RequestError
 from gateway.identity import text
 from gateway.path.admit import CHAT, COMPLETIONS, prompt_request
 from gateway.path.body import Body
+from gateway.path.request_log import BLOCK_TOKENS, Hashed, block_ids
 from gateway.path.usage import Usage
 from gateway.settings import field_first
 from kvstore.identity import UNIT_TOKENS, Namespace, token_keys
-
-BLOCK_TOKENS = 512
-"""Tokens of a block in a log: as coarse as a replay looks at prompts, so that a log stays small."""
 
 ASSUMED_OUTPUT_TOKENS = 256
 """Length of an answer of which a log says nothing."""
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
-
-
-class Hashed(msgspec.Struct, frozen=True, kw_only=True):
-    """A request without its text. Each of `hash_ids` names the whole prompt up to the end of a block."""
-
-    timestamp: float | str
-    prompt_tokens: Annotated[int, Meta(ge=1, lt=1 << 32)]
-    block_tokens: int
-    hash_ids: list[int]
-    completion_tokens: _Count | None = None
 
 
 class _Line(msgspec.Struct, kw_only=True):
@@ -102,12 +89,6 @@ def read(line: bytes) -> Entry:
     if output is None:
         output = limits.max_completion_tokens or limits.max_tokens
     return Entry(at, tokens, output, ids)
-
-
-def block_ids(keys: Sequence[int], unit_tokens: int) -> array[int]:
-    """Of a prompt's unit keys, which name whole prefixes, those that end a block."""
-    step = BLOCK_TOKENS // unit_tokens
-    return array("Q", keys[step - 1 :: step])
 
 
 def _prompt(raw: bytes) -> tuple[int, array[int]]:

@@ -15,7 +15,7 @@ import uvicorn
 
 from gateway.app import Gateway
 from gateway.http_protocol import BoundedProtocol
-from gateway.settings import LimitSettings, ReplicaSettings, Settings
+from gateway.settings import LimitSettings, ReplicaSettings, Settings, TelemetrySettings
 
 MODEL = "m"
 DEADLINE_S = 20.0
@@ -158,7 +158,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **limits: Any) -> AsyncIterator[Running]:
+async def running_gateway(
+    *engines: FaultEngine, allow_pinning: bool = False, telemetry: TelemetrySettings | None = None, **limits: Any
+) -> AsyncIterator[Running]:
     """A gateway in this process, in front of the engines, ready."""
     from gateway.settings import PlacementSection
 
@@ -166,6 +168,7 @@ async def running_gateway(*engines: FaultEngine, allow_pinning: bool = False, **
         replicas=[ReplicaSettings(id=f"replica-{at}", engine=engine.url) for at, engine in enumerate(engines)],
         placement=PlacementSection(allow_pinning=allow_pinning),
         limits=LimitSettings(**limits),
+        telemetry=telemetry or TelemetrySettings(),
     )
     async with serving_gateway(settings) as running:
         await eventually(lambda: all(r.engine_up for r in running.gateway.fleet.replicas.values()))

@@ -113,6 +113,8 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("telemetry", "observe_usage", False),
         ("telemetry", "receipts", 1),
         ("telemetry", "parity_sample_every", 0),
+        ("telemetry", "request_log", "/log/requests.jsonl"),
+        ("telemetry", "hash_prompts", True),
     ],
 )
 def test_configuration_value_reaches_the_gateway(

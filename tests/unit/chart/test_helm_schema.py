@@ -47,6 +47,8 @@ def nested(path: str, value: Any) -> Values:
         ("config.telemetry.observe_usage", "off"),
         ("config.telemetry.receipts", 0),
         ("config.telemetry.parity_sample_every", -1),
+        ("config.telemetry.request_log", True),
+        ("config.telemetry.hash_prompts", "yes"),
         ("agentToken.key", ""),
         ("agentToken.existingSecret", ["agents"]),
         ("engineApiKey.key", ""),
