@@ -8,7 +8,6 @@ from typing import NamedTuple
 from gateway.placement.placement import FetchPlan, ReplicaView
 from gateway.placement.settings import PlacementSettings
 from kvstore.cost import decide
-from kvstore.identity import UNIT_TOKENS
 
 
 class Terms(NamedTuple):
@@ -66,7 +65,7 @@ class CostModel:
         speed = view.prefill_tokens_per_s
         queue_s, prefill_s, evicted_s = view.queued_prefill_tokens / speed, (tokens - cached_tokens) / speed, 0.0
         if view.capacity_blocks:
-            block_tokens = view.block_units * UNIT_TOKENS
+            block_tokens = view.block_tokens
             new = -(-tokens // block_tokens) - cached_tokens // block_tokens
             free = max(0, view.capacity_blocks - view.held_blocks - pending_blocks)
             if new > free:
@@ -88,7 +87,7 @@ class CostModel:
         state = view.fetch
         if state is None:
             return None
-        block_tokens = view.block_units * UNIT_TOKENS
+        block_tokens = view.block_tokens
         # What is fetched goes through the replica's own pool.
         served_tokens = min(served_tokens, cached_tokens + state.slots * block_tokens)
         if not view.block_bytes or served_tokens <= cached_tokens:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvstore.identity import UNIT_TOKENS
 from kvstore.messages import FetchState
 
 
@@ -45,7 +46,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """What the placer is told about one replica for one decision. All loads include every request not yet finished.
 
     `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running`
-    counts sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units;
+    counts sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units
+    of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
     unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports.
     """
@@ -57,10 +59,16 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     prefill_tokens_per_s: float
     block_units: int = 1
+    unit_tokens: int = UNIT_TOKENS
     capacity_blocks: int = 0
     held_blocks: int = 0
     block_bytes: int = 0
     fetch: FetchState | None = None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in an engine block."""
+        return self.block_units * self.unit_tokens
 
 
 class FetchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ from gateway.placement.option import Option, Reported
 from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
 from gateway.placement.ring import HashRing
 from gateway.placement.settings import PlacementSettings
-from kvstore.identity import UNIT_TOKENS
 
 
 class Placer:
@@ -151,7 +150,7 @@ class Placer:
         if view is None or claims is Claims.NONE:
             return self.pending.claim(placement.replica, ())
         if claims is Claims.LEARNED:
-            units = view.capacity_blocks * view.block_units * UNIT_TOKENS // identity.unit_tokens
+            units = view.capacity_blocks * view.block_tokens // identity.unit_tokens
             self.learned.record(placement.replica, keys, units or self.settings.learned_units)
             return self.pending.claim(placement.replica, ())
         held = self.index.match(keys, {view.id: view.block_units}).get(view.id, 0)
@@ -217,7 +216,7 @@ class Placer:
                     claims = Claims.LEARNED
                     units = self.learned.match(replica, keys, view.block_units if exact else 1)
             # The engine always computes the last token, and it shares whole blocks only.
-            block = view.block_units * UNIT_TOKENS
+            block = view.block_tokens
             cached = min(units * unit, tokens - 1) // block * block if units else 0
             terms = self._cost.terms(view, tokens, cached, blocks)
             option = options[replica] = Option(view, claims, units, cached, blocks, terms)
@@ -271,7 +270,7 @@ class Placer:
         elif split.hot and not keep:
             for replica in self.ring.order(identity.keys[split.hot - 1], options)[: split.hot_replicas]:
                 option = options[replica]
-                block = option.view.block_units * UNIT_TOKENS
+                block = option.view.block_tokens
                 credit = min(split.hot * identity.unit_tokens, identity.tokens - 1) // block * block
                 if credit > option.cached and option.claims is not Claims.NONE:
                     terms = self._cost.terms(option.view, identity.tokens, credit, option.blocks)
