@@ -7,11 +7,13 @@ from collections.abc import Callable
 from gateway.errors import SettingsError
 from gateway.replay import published
 from gateway.replay.fleet import Fleet
+from gateway.replay.ours import Ours
 from gateway.replay.policy import Policy
 
 Maker = Callable[[Fleet], Policy]
 
 _PLAIN: dict[str, type[Policy]] = {
+    "ours": Ours,
     "round-robin": published.RoundRobin,
     "random": published.Random,
     "least-loaded": published.LeastLoaded,
@@ -25,6 +27,7 @@ _PLAIN: dict[str, type[Policy]] = {
 _NUMBERED: dict[str, Callable[[Fleet, int], Policy]] = {"chwbl": published.BoundedHash, "ttft": published.Ttft}
 
 NAMES = (
+    "ours",
     "round-robin",
     "random",
     "least-loaded",

@@ -178,7 +178,7 @@ class OneBigCache(Policy):
         self._fleet = fleet
 
     def choose(self, known: Knowledge) -> Choice:
-        free, load = self._fleet.free, known.load.outstanding
+        free, load = self._fleet.free, self._fleet.load.outstanding
         return Choice(
             min(range(known.replicas), key=lambda replica: (max(free[replica] - known.now, 0.0), load[replica]))
         )
