@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads has read enough; what is buffered must not be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 _PROCESSES = {"agent": "replica_agent", "engine": "replica_agent.reference", "bench": "replica_agent.bench"}

@@ -1,4 +1,4 @@
-"""A line chart as SVG text: enough for two curves that cross, and nothing to install."""
+"""Charts as SVG text: enough for curves that cross and for points along a path, and nothing to install."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 _WIDTH, _HEIGHT = 800, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 190, 56, 60
-_COLORS = ("#0b6bcb", "#c2410c", "#15803d", "#7c3aed")
+_COLORS = ("#0b6bcb", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#be185d", "#0f766e", "#475569")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,28 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A logarithmic axis from `low` to `high`, drawn between two pixel positions."""
+    """An axis from `low` to `high`, logarithmic or not, drawn between two pixel positions."""
 
     low: float
     high: float
     start: float
     end: float
     fixed: Sequence[float] = ()
+    linear: bool = False
 
     def at(self, value: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
+        if self.linear:
+            share = (value - self.low) / (self.high - self.low)
+        else:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
         return round(self.start + (self.end - self.start) * share, 1)
 
     def ticks(self) -> list[float]:
-        """The given ones, or powers of ten; with few of them also their double and half."""
+        """The given ones, or powers of ten; with few of them also their double and half. Five on a linear axis."""
         if self.fixed:
             return list(self.fixed)
+        if self.linear:
+            return [self.low + (self.high - self.low) * step / 4 for step in range(5)]
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         steps = (1, 2, 5) if len(decades) <= 4 else (1,)
         ticks = [step * 10.0**decade for decade in decades for step in steps]
@@ -67,15 +73,7 @@ def line_chart(
     lines = [line for line in lines if line.points]
     x_axis = _axis([x for line in lines for x, _ in line.points], _LEFT, _WIDTH - _RIGHT, x_ticks)
     y_axis = _axis([y for line in lines for _, y in line.points], _HEIGHT - _BOTTOM, _TOP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
-        ' font-family="system-ui, sans-serif" font-size="12" fill="#333">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        _text(_LEFT, 28, title, "start", 'font-size="15" font-weight="600"'),
-        *_grid(x_axis, y_axis),
-        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 16, x_label),
-        f'<g transform="translate(20 {(_TOP + _HEIGHT - _BOTTOM) / 2}) rotate(-90)">{_text(0, 0, y_label)}</g>',
-    ]
+    parts = _frame(title, x_label, y_label, x_axis, y_axis)
     for mark in marks:
         if x_axis.low <= mark.x <= x_axis.high:
             x = x_axis.at(mark.x)
@@ -90,6 +88,33 @@ def line_chart(
         end = x_axis.at(line.points[-1][0])
         parts.append(_text(end + 8, name_y + 4, line.name, "start", f'style="fill:{color}"'))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def path_chart(title: str, x_label: str, y_label: str, points: Sequence[tuple[float, float, str]]) -> str:
+    """Named points (x, y, name) joined in their order, on linear axes that begin at the least of them, or at 0."""
+    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
+    x_axis = _Axis(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, _LEFT, _WIDTH - _RIGHT, linear=True)
+    y_axis = _Axis(0.0, max(ys) * 1.1 or 1.0, _HEIGHT - _BOTTOM, _TOP, linear=True)
+    places = [(x_axis.at(x), y_axis.at(y)) for x, y, _ in points]
+    path = " ".join(f"{x},{y}" for x, y in places)
+    parts = _frame(title, x_label, y_label, x_axis, y_axis)
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{_COLORS[0]}" stroke-width="1.5"/>')
+    for (x, y), (_, _, name) in zip(places, points, strict=True):
+        parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{_COLORS[0]}"/>')
+        parts.append(_text(x + 7, y - 6, name, "start"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _frame(title: str, x_label: str, y_label: str, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+        ' font-family="system-ui, sans-serif" font-size="12" fill="#333">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        _text(_LEFT, 28, title, "start", 'font-size="15" font-weight="600"'),
+        *_grid(x_axis, y_axis),
+        _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 16, x_label),
+        f'<g transform="translate(20 {(_TOP + _HEIGHT - _BOTTOM) / 2}) rotate(-90)">{_text(0, 0, y_label)}</g>',
+    ]
 
 
 def _axis(values: Sequence[float], start: float, end: float, ticks: Sequence[float] = ()) -> _Axis:
@@ -121,7 +146,7 @@ def _spread(places: Sequence[float]) -> list[float]:
 
 
 def _tick(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.3g}"
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, attributes: str) -> str:

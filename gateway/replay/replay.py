@@ -21,20 +21,29 @@ def speedup(workload: Workload, scenario: Scenario) -> float:
     return scenario.utilization * scenario.replicas * max(workload.times[-1], 1e-9) / work_s
 
 
-def replay(
-    workload: Workload, scenario: Scenario, name: str, progress: Callable[[int], None] = lambda done: None
-) -> Result:
-    """What the policy `name` makes of a workload. `progress` is told how many requests are done.
+def replay(workload: Workload, scenario: Scenario, name: str) -> Result:
+    """What the policy `name` makes of a workload. Raises SettingsError for an unknown policy.
 
-    The same arguments give the same result, in every process. Raises SettingsError for an unknown policy.
+    The same arguments give the same result, in every process.
     """
+    return play(workload, scenario, name).result(name)
+
+
+def play(
+    workload: Workload,
+    scenario: Scenario,
+    name: str,
+    progress: Callable[[int], None] = lambda done: None,
+    watched: int | None = None,
+) -> Tally:
+    """As `replay`, with all that was counted. `progress` is told how many requests are done."""
     make = policy(name)
     fleet = Fleet(workload, scenario, pooled=getattr(make, "pooled", False))
     gateways = []
     for number in range(scenario.gateways):
         own = make(fleet)
         gateways.append((own, Knowledge(fleet, number, own.reported if own.follows_reports else None)))
-    tally = Tally(fleet)
+    tally = Tally(fleet, watched)
     speed = speedup(workload, scenario)
     agenda = [(workload.times[i] / speed, i) for i in workload.starts]
     heapify(agenda)
@@ -55,4 +64,4 @@ def replay(
             heappush(agenda, (outcome.task.end + workload.gaps_s[follower] / speed, follower))
         done += 1
         progress(done)
-    return tally.result(name)
+    return tally

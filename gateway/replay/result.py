@@ -37,10 +37,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Gathers the figures of one replay. Owns its sums; `add` is called once for each request, in order of time."""
+    """Gathers the figures of one replay. Owns its sums; `add` is called once for each request, in order of time.
 
-    def __init__(self, fleet: Fleet) -> None:
+    `watched` is a block whose copies are counted, too.
+    """
+
+    def __init__(self, fleet: Fleet, watched: int | None = None) -> None:
         self._fleet = fleet
+        self._watched = watched
+        self._watched_copies = 0
+        self._watched_s = 0.0
         self._ttft_s: list[float] = []
         self._spills = self._cached = self._fetched = self._tokens = 0
         self._since = 0.0
@@ -54,6 +60,8 @@ class Tally:
         caches = self._fleet.caches
         self._copies, self._distinct = caches.copies, caches.distinct
         self._excess_most = max(self._excess_most, caches.copies - caches.distinct)
+        if self._watched is not None:
+            self._watched_copies = caches.held[self._watched].bit_count()
         self._ttft_s.append(outcome.task.prefill_end - outcome.at)
         self._spills += choice.spilled
         self._cached += outcome.cached
@@ -65,7 +73,7 @@ class Tally:
         self._until(self._since + 1e-9)  # so that the last state counts, too, and one request is enough
         scenario, workload = self._fleet.scenario, self._fleet.workload
         gib = workload.block * scenario.physics.token_bytes / GIB
-        ttft_s = sorted(self._ttft_s)
+        ttft_s = self.ttft_s()
         busy_s = self._fleet.busy_s
         return Result(
             policy=policy,
@@ -85,10 +93,20 @@ class Tally:
             fetched_share=self._fetched / self._tokens,
         )
 
+    @property
+    def watched_copies(self) -> float:
+        """How many replicas held the watched block, over time."""
+        return self._watched_s / self._span_s if self._span_s else 0.0
+
+    def ttft_s(self) -> list[float]:
+        """Every request's, ascending."""
+        return sorted(self._ttft_s)
+
     def _until(self, now: float) -> None:
         span_s = now - self._since
         self._copy_s += self._copies * span_s
         self._distinct_s += self._distinct * span_s
+        self._watched_s += self._watched_copies * span_s
         if self._ttft_s:
             self._span_s += span_s
         self._since = now

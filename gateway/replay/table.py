@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.plan.text import figure, table
+from gateway.replay.recommend import Recommendation
 from gateway.replay.replay import speedup
 from gateway.replay.result import Result
 from gateway.replay.scenario import Scenario
+from gateway.replay.sweep import Point
 from gateway.replay.workload import Workload
 
 HEADERS = (
@@ -26,9 +28,45 @@ HEADERS = (
 )
 
 
-def render(results: Sequence[Result]) -> list[str]:
-    """A line for each result."""
-    return table(HEADERS, [_row(result) for result in results], left=1)
+def results(found: Sequence[Result]) -> list[str]:
+    """A line for each policy."""
+    return table(HEADERS, [[result.policy, *_figures(result)] for result in found], left=1)
+
+
+def sweep(points: Sequence[Point]) -> list[str]:
+    """A line for each value of epsilon."""
+    return table(["epsilon", *HEADERS[1:]], [[f"{point.epsilon:g}", *_figures(point.result)] for point in points])
+
+
+def recommendation(found: Recommendation) -> list[str]:
+    """What was tried, and what follows from it."""
+    rows = [
+        [
+            f"{each.epsilon:g}",
+            f"{each.fetch_margin:g}",
+            figure(each.ttft_mean),
+            figure(each.ttft_p99),
+            f"{each.excess_gib_mean:.1f}",
+            f"{each.work_max_over_mean:.2f}",
+            f"{100 * each.spill_rate:.1f}",
+            f"{100 * each.fetched_share:.2f}",
+        ]
+        for each in found.tried
+    ]
+    headers = ["epsilon", "margin", "mean s", "p99 s", "excess GiB", "work", "spill %", "fetched %"]
+    lines = [*table(headers, rows), "", f"placement.epsilon: {found.epsilon:g}"]
+    if found.fetch_margin is not None:
+        lines.append(f"fetch.margin: {found.fetch_margin:g}")
+    lines += [
+        f"copies: {found.copies:.2f} of a block in the mean",
+        f"mean TTFT: {figure(found.ttft_mean)} s, against {figure(found.least_loaded_ttft_mean)} s of least-loaded",
+    ]
+    if (hot := found.hot) is not None:
+        lines.append(
+            f"hot prefix: {hot.tokens:,} tokens that {100 * hot.requests:.0f}% of the requests begin with, on "
+            f"{hot.copies:.1f} replicas in the mean"
+        )
+    return lines
 
 
 def describe(workload: Workload, scenario: Scenario) -> list[str]:
@@ -50,9 +88,8 @@ def describe(workload: Workload, scenario: Scenario) -> list[str]:
     return lines
 
 
-def _row(result: Result) -> list[str]:
+def _figures(result: Result) -> list[str]:
     return [
-        result.policy,
         f"{100 * result.hit_rate:.2f}",
         f"{100 * result.fetched_share:.2f}",
         *(figure(each) for each in (result.ttft_mean, result.ttft_p50, result.ttft_p90, result.ttft_p99)),
