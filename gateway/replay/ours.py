@@ -87,14 +87,12 @@ class Ours(Policy):
     def reported(self, replica: int, stored: Stored) -> None:
         """A replica's report has arrived."""
         name, keys, parents = self._ids[replica], self._keys, self._parents
+        gone = array("Q", [keys[number] for number in stored.evicted])
+        new = array("Q", [keys[number] for number in stored.added])
+        before = array("Q", [keys[parents[number]] if parents[number] >= 0 else ROOT_PARENT for number in stored.added])
         for tier in self._tiers:
-            self._index.remove(name, tier, [keys[number] for number in stored.evicted])
-            self._index.store(
-                name,
-                tier,
-                [keys[number] for number in stored.added],
-                [keys[parents[number]] if parents[number] >= 0 else ROOT_PARENT for number in stored.added],
-            )
+            self._index.remove(name, tier, gone)
+            self._index.store(name, tier, new, before)
 
     def check(self) -> None:
         """Asserts the conservation laws of what it owns."""
