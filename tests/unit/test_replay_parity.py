@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,6 +106,22 @@ def test_tool_calling_chats(referee: ModuleType) -> None:
 
 def test_questions_about_documents(referee: ModuleType) -> None:
     compare(referee, trace("loogle_docqa_a"), cache_tokens=100_000)
+
+
+def test_chats_of_bailian(referee: ModuleType, tmp_path: Path) -> None:
+    """No such trace is at hand: chats that branch, in blocks of 16 tokens, of which 32 are one of ours."""
+    rng = random.Random(5)
+    chats: list[tuple[int, list[int]]] = []
+    lines = []
+    for chat in range(300):
+        parent, ids = (-1, [0, 1]) if rng.random() < 0.4 or not chats else rng.choice(chats)
+        ids = [*ids, *(rng.randrange(10**6) for _ in range(rng.randrange(10, 120)))]
+        chats.append((chat, ids))
+        row = {"chat_id": chat, "parent_chat_id": parent, "timestamp": chat * 0.7, "type": "text", "turn": 1}
+        lines.append(json.dumps(row | {"input_length": 16 * len(ids), "output_length": 60, "hash_ids": ids}))
+    path = tmp_path / "bailian.jsonl"
+    path.write_text("\n".join(lines))
+    compare(referee, path, cache_tokens=20_000)
 
 
 @pytest.mark.slow
