@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from uuid import uuid4
 
 from kvstore.engine_messages import EngineHello
 from kvstore.namespace import SLOT_LAYOUT
+from replica_agent.engines.fingerprint import weights_fingerprint
 from replica_agent.reference.kv_cache import PagedKv
 from replica_agent.reference.weights import ModelConfig
-
-_SAMPLE_BYTES = 65_536
-_SAMPLES = 64
 
 
 def engine_hello(model: str, directory: Path, config: ModelConfig, kv: PagedKv, dtype: str) -> EngineHello:
@@ -37,20 +33,3 @@ def engine_hello(model: str, directory: Path, config: ModelConfig, kv: PagedKv, 
             "norm_eps": repr(config.norm_eps),
         },
     )
-
-
-def weights_fingerprint(directory: Path) -> str:
-    """Names, sizes and samples of a model's `*.safetensors`, hashed: 64 hex digits.
-
-    64 samples of 64 KiB, evenly spread from the first byte to the last, tell checkpoints apart: training changes all
-    tensors. One that differs from another in a few bytes alone could pass for it.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        last = max(size - _SAMPLE_BYTES, 0)
-        with file.open("rb") as reader:
-            for sample in range(_SAMPLES):
-                digest.update(os.pread(reader.fileno(), _SAMPLE_BYTES, last * sample // (_SAMPLES - 1)))
-    return digest.hexdigest()

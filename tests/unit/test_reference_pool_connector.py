@@ -19,10 +19,10 @@ from reference_support import DEADLINE_S, client, complete, fold, metric, replay
 
 from kvstore import engine_messages as wire
 from kvstore.hint import Hint
+from replica_agent.engines.fingerprint import weights_fingerprint
 from replica_agent.reference.block_memory import BlockMemory
 from replica_agent.reference.block_pool import BlockPool, CachedBlock
 from replica_agent.reference.connector import Saving
-from replica_agent.reference.identity import weights_fingerprint
 from replica_agent.reference.pool_connector import PoolConnector
 from replica_agent.reference.runtime import Opened
 from replica_agent.reference.settings import parse_settings

@@ -205,7 +205,8 @@ def adjacent_ports(count: int) -> int:
         try:
             held.append(socket.create_server((HOST, 0)))
             first = int(held[0].getsockname()[1])
-            held += [socket.create_server((HOST, first + at)) for at in range(1, count)]
+            for at in range(1, count):
+                held.append(socket.create_server((HOST, first + at)))
             return first
         except (OSError, OverflowError):
             continue

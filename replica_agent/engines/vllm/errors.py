@@ -1,0 +1,10 @@
+"""Every exception this package raises.
+
+PoolUnusable    this engine, as it is configured, cannot exchange blocks of KV; names the setting
+"""
+
+from __future__ import annotations
+
+
+class PoolUnusable(Exception):
+    """This engine cannot exchange blocks with others. It runs on without; the message names what stands in the way."""

@@ -1,0 +1,233 @@
+"""Agents with pools of KV beside vLLM servers with the connector, and requests that fetch from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+from vllm_engine import prompt_of
+from vllm_models import kv_bytes_per_token
+from vllm_server import BLOCK, HOST, VllmServer, adjacent_ports
+
+from kvstore.slot import pitch_of
+
+READY_S = 60.0
+SETTLE_S = 90.0
+"""Longer than an agent keeps what might still be written by one that has hung up."""
+
+
+def connector_flags(socket: Path, *, policy: str = "recompute", **more: Any) -> list[str]:
+    """What a user gives vLLM to load the connector."""
+    config = {
+        "kv_connector": "PrefixGatewayConnector",
+        "kv_connector_module_path": "replica_agent.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"socket": str(socket)} | more,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request was answered: its tokens, and how many of its prompt's were cached."""
+
+    tokens: list[int]
+    cached: int
+
+
+class PooledEngine:
+    """A server with the connector, and the agent process beside it; leaving the context stops both.
+
+    The agent may be killed, frozen and started again, at the same port and socket.
+    """
+
+    def __init__(
+        self, model: Path, name: str, *, pool_blocks: int = 256, flags: Sequence[str] = (), **more: Any
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="prefix-gateway-pool-")
+        self.socket = Path(self._directory.name) / "agent.sock"
+        self.replica = name
+        self.blocks = more["kv_tokens"] // BLOCK
+        self._fresh = itertools.count(10**9)
+        """Parts of prompts that nobody else uses."""
+        self.server = VllmServer(model, flags=[*connector_flags(self.socket), *flags], **more)
+        self._port = adjacent_ports(1)
+        self._pool_bytes = pool_blocks * pitch_of(kv_bytes_per_token(model, 4) * BLOCK)
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._http = httpx.Client(trust_env=False, timeout=60)
+
+    @property
+    def agent_url(self) -> str:
+        return f"http://{HOST}:{self._port}"
+
+    def __enter__(self) -> PooledEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+        self.kill_agent()
+        self.server.__exit__(kind, error, trace)
+        self._directory.cleanup()
+
+    def start_agent(self) -> None:
+        """Start it, and wait until it answers."""
+        assert self._agent is None
+        flags = {
+            "engine": self.server.url,
+            "kv-events": self.server.events(),
+            "kv-replay": self.server.replay(),
+            "port": str(self._port),
+            "replica-id": self.replica,
+            "kv-socket": str(self.socket),
+            "pool-bytes": str(self._pool_bytes),
+            # Whether it pays is not the question here.
+            "fetch-margin": "-1000",
+            "transports": "shm,tcp",
+            "debug": "on",
+            "log-level": "warning",
+        }
+        command = [sys.executable, "-m", "replica_agent"]
+        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
+        self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._until(lambda: self._ask("/health") is not None, READY_S)
+
+    def kill_agent(self) -> None:
+        """kill -9."""
+        if self._agent is not None:
+            self._agent.kill()
+            self._agent.wait()
+            self._agent = None
+
+    def signal_agent(self, number: signal.Signals) -> None:
+        """SIGSTOP freezes it, SIGCONT lets it go on."""
+        assert self._agent is not None
+        os.kill(self._agent.pid, number)
+
+    def wait_connected(self) -> None:
+        """Until every process of the engine has found the agent: something is saved."""
+        self._until(lambda: self._kv().get("transports"), READY_S)
+
+        def saved() -> bool:
+            if not self.held:
+                self.complete(prompt_of(next(self._fresh), extra=1), tokens=1)
+            return self.held > 0
+
+        self._until(saved, READY_S)
+
+    @property
+    def held(self) -> int:
+        """Blocks in the pool."""
+        return int((self._kv().get("pool") or {}).get("held", 0))
+
+    def wait_saved(self, blocks: int) -> None:
+        """Until the pool holds so many blocks."""
+        self._until(lambda: self.held >= blocks, READY_S)
+
+    def wait_quiet(self, *, for_good: bool = False) -> None:
+        """Until nothing is held for anybody any more, by the agent's own check; `for_good`: not even what only time
+        gives back, after somebody has hung up."""
+        passing = {"held"} if for_good else {"held", "quarantined", "pinned"}
+
+        def quiet() -> bool:
+            told = self._ask("/debug/check")
+            assert told is not None
+            return not any(count for name, count in told["kv"].items() if name not in passing)
+
+        self._until(quiet, SETTLE_S)
+
+    def hint(self, prompt: Sequence[int], *, request: str = "r", deadline_ms: int = 10_000) -> dict[str, Any]:
+        """That this engine holds a prompt, as the gateway says it."""
+        told = {
+            "request": request,
+            "source": self.replica,
+            "url": self.agent_url,
+            "blocks": max(1, (len(prompt) - 1) // BLOCK),
+            "deadline_ms": deadline_ms,
+        }
+        return {"kv_transfer_params": {"prefix_gateway": told}}
+
+    def complete(self, prompt: Sequence[int], *, tokens: int = 12, timeout: float = 120, **more: Any) -> Answer:
+        """A request to the server; anything but an answer fails the test. Raises httpx.TimeoutException."""
+        body = {
+            "model": self.server.name,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
+        response = self._http.post(f"{self.server.url}/v1/completions", json=body, timeout=timeout)
+        assert response.status_code == 200, response.text
+        told = response.json()
+        details = told["usage"]["prompt_tokens_details"]
+        return Answer(told["choices"][0]["token_ids"], int(details["cached_tokens"]) if details else 0)
+
+    async def completes(self, prompt: Sequence[int], **more: Any) -> Answer:
+        """The same, beside others."""
+        return await asyncio.to_thread(self.complete, prompt, **more)
+
+    def wait_saving(self) -> None:
+        """Until what is computed comes back from the pool after it has been evicted from the engine's own cache."""
+
+        def comes_back() -> bool:
+            prompt = prompt_of(*(next(self._fresh) for _ in range(4)), extra=1)
+            first = self.complete(prompt)
+            self.complete(prompt_of(*(next(self._fresh) for _ in range(self.blocks - 2))), tokens=1)
+            again = self.complete(prompt)
+            assert again.tokens == first.tokens
+            # What was evicted before it was copied is not there, on a busy machine.
+            return again.cached == 4 * BLOCK
+
+        self._until(comes_back, READY_S)
+
+    def metric(self, name: str) -> float:
+        """A counter of the server, over all its labels."""
+        lines = self._http.get(f"{self.server.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+    def _kv(self) -> dict[str, Any]:
+        told = self._ask("/health") or {}
+        return told.get("kv") or {}
+
+    def _ask(self, path: str) -> Any:
+        try:
+            response = self._http.get(f"{self.agent_url}{path}", timeout=5)
+        except httpx.HTTPError:
+            return None
+        return response.json()
+
+    def _until(self, condition: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self._agent is None or self._agent.poll() is None, "the agent ended"
+            assert time.monotonic() < deadline, f"not within {seconds:g} s: {self._ask('/debug/check')}"
+            time.sleep(0.05)
+
+
+def start_all(engines: Sequence[PooledEngine]) -> None:
+    """Servers first, and without agents: they run on their own until there are some."""
+    for engine in engines:
+        engine.server.start()
+    for engine in engines:
+        engine.server.wait_ready()
+    for engine in engines:
+        engine.start_agent()
+    for engine in engines:
+        engine.wait_connected()
