@@ -53,6 +53,7 @@ class Loads:
         self._running: dict[str, _Course] = {}
         self._courses: list[_Course] = []
         self._changed = threading.Condition()
+        self._finished = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-load", daemon=True)
         self._thread.start()
@@ -100,6 +101,13 @@ class Loads:
                 self._changed.notify()
         return Finished(set(over), failed)
 
+    def wait(self, seconds: float) -> None:
+        """Until a load is over, where any is under way."""
+        if self._running:
+            self._finished.clear()
+            if not any(course.done for course in self._running.values()):
+                self._finished.wait(seconds)
+
     def check(self) -> None:
         """Asserts that what is not taken is being loaded, or has been."""
         with self._changed:
@@ -123,6 +131,8 @@ class Loads:
         alone = len(courses) == 1
         for course in courses:
             course.advance(_WAIT_S if alone else 0.0)
+            if course.done:
+                self._finished.set()
             if course.over:
                 with self._changed:
                     self._courses.remove(course)

@@ -22,6 +22,10 @@ INLINE_S = 0.002
 """For the agent's decision within one pass of the scheduler, over all requests: most come in less, and every later one
 costs the request a step."""
 
+IDLE_S = DECISION_S
+"""The same while the engine has nothing to compute. Steps of nothing, one after the other, would take the cores that
+the agents need to answer: on a host with few, leases came too late."""
+
 
 class Request(Protocol):
     """What is read of vLLM's request."""
@@ -68,7 +72,8 @@ class _Course:
 
 class SchedulerSide:
     """Owns every request's search and block table, and for each block of the cache under which connection it was last
-    offered to the agent. Used by the scheduler's thread; nothing in it waits longer than INLINE_S in one pass.
+    offered to the agent. Used by the scheduler's thread; nothing in it waits longer than INLINE_S in one pass, or
+    IDLE_S where no request is computed.
 
     vLLM asks again and again for the same request; the answer is "later" for DECISION_S at most, then what was found,
     then always the same until the request is preempted. Blocks that the prefix cache holds are offered once for each
@@ -125,6 +130,7 @@ class SchedulerSide:
                 search = course.search = self._seek(course, first)
                 if search is None:
                     break
+            if search.found is None:
                 self._wait_inline(search)
             if search.found is None:
                 if self._clock() < search.until:
@@ -169,7 +175,6 @@ class SchedulerSide:
         self._look_at_link()
         step = Step(clears=self._look_at_clears(), loads=self._orders, fresh=self._fresh)
         self._orders, self._fresh = [], []
-        self._inline_s = INLINE_S
         tokens = attended = decodes = 0
         for part in scheduled:
             tokens += part.tokens
@@ -193,6 +198,8 @@ class SchedulerSide:
         # As in a step with more decodes their share of reading the weights would count as prefill's.
         if tokens and 16 * decodes <= tokens:
             step.prefill = Prefill(tokens, attended)
+        step.idle = not tokens
+        self._inline_s = IDLE_S if step.idle else INLINE_S
         return step
 
     def confirmed(self, cleared: Cleared) -> None:

@@ -40,13 +40,14 @@ class Prefill(NamedTuple):
 @dataclass(slots=True)
 class Step:
     """One step. `fresh` blocks are given out anew: what they held is overwritten from now on. `clears` counts how often
-    the engine's prefix cache was dropped on purpose, so far."""
+    the engine's prefix cache was dropped on purpose, so far. In an `idle` step nothing is computed."""
 
     fresh: list[int] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     clears: int = 0
     prefill: Prefill | None = None
+    idle: bool = False
 
 
 @dataclass(slots=True)

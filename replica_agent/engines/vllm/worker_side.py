@@ -18,6 +18,10 @@ from replica_agent.engines.vllm.saver import Saver
 from replica_agent.engines.vllm.step import Cleared, Step
 from replica_agent.engines.vllm.tally import Tally
 
+IDLE_S = 0.005
+"""That a step of nothing waits for a load: the engine has nothing to do but to ask again, and takes cores for it that
+loading needs. A request that comes meanwhile waits as long."""
+
 
 class WorkerSide:
     """Owns a rank's link to the agent, its saver and its loads. Used by the thread that runs the engine's steps, each
@@ -48,6 +52,7 @@ class WorkerSide:
         self._told = self._clears = 0
         self._began: Moment | None = None
         self._failed: set[int] = set()
+        self._idle = False
 
     def begin(self, step: Step) -> None:
         """Before anything is computed, or any block written."""
@@ -61,6 +66,7 @@ class WorkerSide:
 
     def end(self, step: Step) -> None:
         """When the step has been given to the device."""
+        self._idle = step.idle
         with self._timed():
             began, self._began = self._began, None
             if began is None and not step.loads and not (step.saves and self._writes):
@@ -75,7 +81,9 @@ class WorkerSide:
                     self._saver.save(order, now)
 
     def finished(self, ended: Collection[str]) -> set[str]:
-        """Requests whose loads are over, now that these requests have `ended`."""
+        """Requests whose loads are over, now that these have `ended`. A step of nothing waits for the first."""
+        if self._idle and not ended:
+            self._loads.wait(IDLE_S)
         with self._timed():
             finished: Finished = self._loads.take(ended)
             self._failed |= finished.failed
