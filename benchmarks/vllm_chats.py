@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 from chats import Chat, read_chats, requests_of
-from conftest import free_ports
+from cluster_support import free_ports
 from vllm_deployment import beside
 from vllm_models import model_directory
 from vllm_server import BLOCK, VllmServer

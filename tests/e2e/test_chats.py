@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from chats import play, read_chats, requests_of, summary
-from conftest import READY_S, tiny_cluster
+from cluster_support import READY_S, tiny_cluster
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "tau_airline_10.jsonl"
 AT_ONCE = 4

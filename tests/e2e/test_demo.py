@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import free_ports
+from cluster_support import free_ports
 
 FLAGS = ("--port", "--admin-port", "--engine-port", "--agent-port", "--events-port", "--replay-port")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import READY_S, tiny_cluster
+from cluster_support import READY_S, tiny_cluster
 
 from gateway.cli import main
 from gateway.demo.cluster import Cluster

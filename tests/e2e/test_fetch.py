@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from agent_support import until
-from conftest import READY_S, tiny_cluster
+from cluster_support import READY_S, tiny_cluster
 
 from gateway.demo.cluster import Cluster
 from gateway.demo.questions import DOCUMENTS

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import READY_S, tiny_cluster
+from cluster_support import READY_S, tiny_cluster
 
 from gateway.demo.cluster import Cluster
 from gateway.demo.questions import DOCUMENTS

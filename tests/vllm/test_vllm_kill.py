@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 from agent_support import until
-from conftest import READY_S
+from cluster_support import READY_S
 from vllm_deployment import beside
 from vllm_models import model_directory
 from vllm_server import BLOCK, VllmServer

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from chats import play, read_chats, requests_of, summary
-from conftest import READY_S
+from cluster_support import READY_S
 from parity_support import FIXTURES
 from vllm_deployment import COMMAND, beside, serving
 from vllm_models import model_directory

@@ -1,0 +1,40 @@
+"""Deployments of real processes on free ports."""
+
+from __future__ import annotations
+
+import socket
+
+from gateway.demo.cluster import Cluster, ClusterOptions, Ports
+
+READY_S = 120.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def tiny_cluster(
+    *, replicas: int = 3, kv_tokens: int = 16_384, engine_flags: tuple[str, ...] = (), pool_bytes: int = 0
+) -> Cluster:
+    """A deployment of the tiny model on free ports, not started yet; with `pool_bytes` each agent has a pool of KV."""
+    ports = free_ports(2 + 4 * replicas)
+    each = [ports[2 + n * replicas : 2 + (n + 1) * replicas] for n in range(4)]
+    return Cluster(
+        ClusterOptions(
+            ports=Ports(ports[0], ports[1], *each),
+            model="tiny",
+            served_name="tiny",
+            kv_tokens=kv_tokens,
+            engine_flags=("--threads", "1", "--dtype", "float32", *engine_flags),
+            pool_bytes=pool_bytes,
+            log_level="info",
+        )
+    )
