@@ -117,13 +117,15 @@ async def test_partial_ranks_are_invisible(tmp_path: Path) -> None:
 
 
 async def load(reader: Agent, request: str, keys: list[bytes], source: Agent) -> list[int]:
-    """Slots of the reader's pool with the blocks in them; released, and so there until something else is written."""
+    """Slots of the reader's pool with the blocks in them; released by every rank, and so there until something else is
+    written."""
     engine = reader.engines[0]
     await engine.prepare(request, keys, source.hint(len(keys)))
     answer = await engine.settled(request)
     if not isinstance(answer, Ready):
         return []
-    await engine.ask(engine.client.release, request, len(answer.slots), 0.001)
+    for rank in reader.engines:
+        await rank.ask(rank.client.release, request, len(answer.slots), 0.001)
     return list(answer.slots)
 
 
