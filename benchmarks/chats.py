@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import gzip
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from stamp import stamp
 
 from gateway.demo.client import DemoClient
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports
@@ -201,8 +199,7 @@ async def _run(options: argparse.Namespace) -> None:
             "replicas": options.replicas,
             "kv_tokens": options.kv_tokens,
             "at_once": options.at_once,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, shared",
+            **stamp(),
         }
         print(json.dumps(result), flush=True)
         if options.out:

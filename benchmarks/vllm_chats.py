@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import getpass
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -32,9 +30,10 @@ import httpx
 import openai
 from chats import Chat, read_chats, requests_of
 from cluster_support import free_ports
+from stamp import stamp
 from vllm_deployment import beside
 from vllm_models import model_directory
-from vllm_server import BLOCK, VllmServer
+from vllm_server import BLOCK, VllmServer, start_servers
 
 HOST = "127.0.0.1"
 READY_S = 120.0
@@ -201,10 +200,7 @@ async def _run(options: argparse.Namespace) -> None:
             )
             for at in range(options.replicas)
         ]
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
+        start_servers(servers)
         for number in range(options.rounds):
             for name in options.fronts.split(","):
                 await _reset(servers)
@@ -222,8 +218,7 @@ async def _run(options: argparse.Namespace) -> None:
                         "replicas": options.replicas,
                         "kv_tokens": options.kv_tokens,
                         "at_once": options.at_once,
-                        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                        "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, shared",
+                        **stamp(),
                     }
                 )
                 print(json.dumps(result), flush=True)

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -27,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from stamp import stamp
 from vllm_models import model_directory
 from vllm_pool import PooledEngine, start_all
 from vllm_server import BLOCK, VllmServer
@@ -144,8 +142,7 @@ def _tell(options: argparse.Namespace, result: dict[str, Any]) -> None:
         "rounds": options.rounds,
         "model": options.model,
         "dtype": "float32",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, shared",
+        **stamp(),
     }
     print(json.dumps(result), flush=True)
     if options.out:

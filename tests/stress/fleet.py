@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cluster_support import free_ports
 from stress.processes import Processes
 from stress.prompts import BLOCK
 
@@ -41,7 +41,7 @@ class Fleet:
         self.processes = processes
         self._http = http
         self._up: set[str] = set()
-        ports = _free_ports(1 + 4 * COUNT)
+        ports = free_ports(1 + 4 * COUNT)
         self._oracle_port = ports[0]
         self._ports = [ports[1 + 4 * at : 5 + 4 * at] for at in range(COUNT)]
 
@@ -185,14 +185,3 @@ class Fleet:
 def _engine_arguments(port: int, blocks: int) -> list[str]:
     flags = f"--model tiny --dtype float32 --threads 1 --port {port} --kv-tokens {blocks * BLOCK} --debug"
     return [sys.executable, "-m", "replica_agent.reference", *flags.split()]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -14,7 +14,7 @@ from agent_support import until
 from cluster_support import READY_S
 from vllm_deployment import beside
 from vllm_models import model_directory
-from vllm_server import BLOCK, VllmServer
+from vllm_server import BLOCK, VllmServer, start_servers
 
 from gateway.demo.cluster import Cluster
 
@@ -75,10 +75,7 @@ def servers() -> Iterator[list[VllmServer]]:
     with contextlib.ExitStack() as stack:
         model = model_directory("tiny")
         pair = [stack.enter_context(VllmServer(model, kv_tokens=128 * 1024, core=core)) for core in ("0", "1")]
-        for server in pair:
-            server.start()
-        for server in pair:
-            server.wait_ready()
+        start_servers(pair)
         yield pair
 
 

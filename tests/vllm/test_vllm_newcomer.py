@@ -16,7 +16,7 @@ from cluster_support import READY_S
 from parity_support import FIXTURES
 from vllm_deployment import COMMAND, beside, serving
 from vllm_models import model_directory
-from vllm_server import BLOCK, VllmServer
+from vllm_server import BLOCK, VllmServer, start_servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.vllm_smoke]
 
@@ -27,10 +27,7 @@ def servers() -> Iterator[list[VllmServer]]:
         model = model_directory("tiny")
         # Room for every block of the chats below: what eviction does is other tests' business.
         pair = [stack.enter_context(VllmServer(model, kv_tokens=48 * 1024, core=core)) for core in ("0", "1")]
-        for server in pair:
-            server.start()
-        for server in pair:
-            server.wait_ready()
+        start_servers(pair)
         yield pair
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from vllm_engine import prompt_of
 from vllm_models import kv_bytes_per_token
-from vllm_server import BLOCK, HOST, VllmServer, adjacent_ports
+from vllm_server import BLOCK, HOST, VllmServer, adjacent_ports, start_servers
 
 from kvstore.slot import pitch_of
 
@@ -223,10 +223,7 @@ class PooledEngine:
 
 def start_all(engines: Sequence[PooledEngine]) -> None:
     """Servers first, and without agents: they run on their own until there are some."""
-    for engine in engines:
-        engine.server.start()
-    for engine in engines:
-        engine.server.wait_ready()
+    start_servers([engine.server for engine in engines])
     for engine in engines:
         engine.start_agent()
     for engine in engines:

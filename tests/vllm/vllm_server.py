@@ -198,6 +198,14 @@ class VllmServer:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def start_servers(servers: Sequence[VllmServer]) -> None:
+    """All of them at once, and until each is ready."""
+    for server in servers:
+        server.start()
+    for server in servers:
+        server.wait_ready()
+
+
 def adjacent_ports(count: int) -> int:
     """The first of `count` ports in a row that were all free a moment ago."""
     while True:
