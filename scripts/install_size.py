@@ -1,6 +1,6 @@
 """Report how large an installation of the gateway is, and check what importing it loads.
 
-    python scripts/install_size.py [--limit-mb 150] [--source DIR]
+    python scripts/install_size.py [--limit-mb 200] [--source DIR]
 
 The project is installed without extras into an empty virtual environment that holds no pip or setuptools, so that what
 lies in its site-packages is the gateway and its dependencies, byte code included. Then every module of `gateway` is
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "kvstore", "gateway", "replica_agent")
 """What a build needs. It runs on a copy, since setuptools leaves build folders in the tree it builds from."""
 
-FORBIDDEN = ("torch", "zmq", "nixl", "numpy", "transformers", "replica_agent")
+FORBIDDEN = ("torch", "zmq", "nixl", "transformers", "replica_agent")
 """What the gateway must not load: its extras, and the package that needs them."""
 
-LIMIT_MB = 150
+LIMIT_MB = 200
 """MB are 10**6 bytes."""
 
 _IMPORT_ALL = """

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("kvstore", "gateway", "replica_agent")
 MAY_IMPORT = {"kvstore": set(), "gateway": {"kvstore"}, "replica_agent": {"kvstore"}}
-HEAVY = ("torch", "zmq", "nixl", "numpy", "transformers", "safetensors", "gguf", "replica_agent")
+HEAVY = ("torch", "zmq", "nixl", "transformers", "safetensors", "gguf", "replica_agent")
 MAX_LINES = 400
 
 MACHINE_PATHS = re.compile(r"/(?:work|root|tmp)/\w")

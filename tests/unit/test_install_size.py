@@ -31,8 +31,8 @@ def test_a_gateway_that_loads_something_heavy_is_found_out(script: ModuleType, t
     package = tmp_path / "gateway"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "careless.py").write_text("import numpy\n")
-    with pytest.raises(script.CheckFailed, match="importing gateway loads numpy"):
+    (package / "careless.py").write_text("import zmq\n")
+    with pytest.raises(script.CheckFailed, match="importing gateway loads zmq"):
         script.check_imports(Path(sys.executable), tmp_path)
 
 
@@ -41,10 +41,10 @@ def test_a_fresh_installation_is_below_its_limit(script: ModuleType) -> None:
     if reason:
         pytest.skip(f"pip reaches no package index: {reason}")
     found = script.measure(ROOT, script.LIMIT_MB)
-    assert script.LIMIT_MB == 150
-    assert {"gateway", "kvstore", "fastapi", "tokenizers"} <= set(found)
-    assert not {"torch", "numpy", "zmq", "transformers"} & set(found)
-    assert 10e6 < found.total() < 150e6
+    assert script.LIMIT_MB == 200
+    assert {"gateway", "kvstore", "fastapi", "numpy", "tokenizers"} <= set(found)
+    assert not {"torch", "zmq", "transformers"} & set(found)
+    assert 10e6 < found.total() < 200e6
 
 
 def index_missing() -> str:
