@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from gateway.duplication.prefixes import SharedPrefix, shared_prefixes
+from gateway.placement.column import Keys
+from gateway.placement.holders import WORD, Change, words
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import Tier
 
@@ -19,15 +24,39 @@ class Kind(NamedTuple):
 
 
 class _Count:
-    """Blocks of one kind in one tier. `pairs`: blocks that both replicas of an ordered pair hold."""
+    """Blocks of one kind in one tier.
 
-    __slots__ = ("distinct", "held", "pairs", "shared")
+    `shared` has a row for the number of a bit, with an entry for each other: blocks that this replica got while the
+    other had them, less those that it lost while the other had them. So what both of a pair hold is the sum of two
+    entries, and a change touches one row.
+    """
+
+    __slots__ = ("distinct", "held", "shared")
 
     def __init__(self) -> None:
         self.held = 0
         self.distinct = 0
-        self.pairs: dict[tuple[str, str], int] = {}
-        self.shared: set[int] = set()
+        self.shared: dict[int, npt.NDArray[np.int64]] = {}
+
+    def row(self, number: int, width: int) -> npt.NDArray[np.int64]:
+        """The row of a bit's number, with at least `width` entries."""
+        row = self.shared.get(number)
+        if row is None or row.size < width:
+            wider = np.zeros(width, np.int64)
+            if row is not None:
+                wider[: row.size] = row
+            row = self.shared[number] = wider
+        return row
+
+    def pairs(self) -> Iterator[tuple[int, int, int]]:
+        """The numbers of every two replicas that hold blocks in common, and how many."""
+        size = max([*self.shared, *(row.size - 1 for row in self.shared.values())], default=-1) + 1
+        both = np.zeros((size, size), np.int64)
+        for number, row in self.shared.items():
+            both[number, : row.size] = row
+        both += both.T.copy()
+        for first, second in zip(*np.triu(both).nonzero(), strict=True):
+            yield int(first), int(second), int(both[first, second])
 
 
 class Totals(NamedTuple):
@@ -48,8 +77,8 @@ class Ledger:
     Listens to one index; `register` says what a replica's blocks are. Blocks of a replica that is not registered are
     not counted, since their bytes are unknown; registering it counts them. Replicas with another block size or KV
     layout are counted apart, even of one model: their blocks cannot stand in for one another. So are tiers.
-    Owns one count per (kind, tier); memory grows with the replica pairs that share something and with the shared
-    blocks, not with the index. Figures are valid until the next change.
+    What the index has evicted for lack of room is not counted. Owns one count per (kind, tier); memory grows with the
+    square of the replicas that share something, not with the index. Figures are valid until the next change.
     """
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -95,12 +124,11 @@ class Ledger:
         if kind is not None:
             self._masks[kind] &= ~bit
 
-    def holders_changed(self, key: int, tier: Tier, before: int, after: int, parent: int) -> None:
-        """Index listener: one replica got or lost `key`."""
-        bit = before ^ after
-        kind = self._kinds.get(self._replicas[bit])
+    def holders_changed(self, change: Change) -> None:
+        """Index listener: one replica got or lost blocks."""
+        kind = self._kinds.get(change.replica)
         if kind is not None:
-            self._change(kind, tier, key, bit, before & after & self._masks[kind], 1 if after & bit else -1)
+            self._count(kind, change, 1 if change.gained else -1)
 
     # figures
 
@@ -124,11 +152,12 @@ class Ledger:
 
         A block with c holders is in c(c-1)/2 pairs, so pairs do not add up to the excess.
         """
-        return {
-            (tier, *pair): blocks * kind.block_bytes
-            for (kind, tier), count in self._counts.items()
-            for pair, blocks in count.pairs.items()
-        }
+        found = {}
+        for (kind, tier), count in self._counts.items():
+            for first, second, blocks in count.pairs():
+                names = sorted((self._replicas[1 << first], self._replicas[1 << second]))
+                found[tier, names[0], names[1]] = blocks * kind.block_bytes
+        return found
 
     def replica_bytes(self) -> dict[tuple[str, Tier], int]:
         """Bytes each registered replica holds, by tier. Zeros left out."""
@@ -141,11 +170,11 @@ class Ledger:
         }
 
     def prefixes(self, top: int = 20) -> list[SharedPrefix]:
-        """The `top` shared prefixes by excess bytes. Walks every shared block: for a page, not for a request path."""
+        """The `top` shared prefixes by excess bytes. Looks at every block: for a page, not for a request path."""
         found: list[SharedPrefix] = []
         for (kind, tier), count in self._counts.items():
-            if count.shared:
-                found += shared_prefixes(self._index, count.shared, kind, tier, self._masks[kind])
+            if count.held > count.distinct:
+                found += shared_prefixes(self._index, kind, tier, self._masks[kind], top)
         found.sort(key=lambda prefix: (-prefix.excess_bytes, prefix.tier, prefix.key))
         return found[:top]
 
@@ -158,46 +187,60 @@ class Ledger:
             copies = {key: (self._index.holder_mask(key, tier) & mask).bit_count() for key in keys}
             assert count.held == sum(copies.values())
             assert count.distinct == len(keys)
-            assert count.shared == {key for key, c in copies.items() if c > 1}
-            assert sum(count.pairs.values()) == sum(c * (c - 1) // 2 for c in copies.values())
-            assert all(blocks > 0 for blocks in count.pairs.values())
+            pairs = [blocks for *_, blocks in count.pairs()]
+            assert all(blocks > 0 for blocks in pairs)
+            assert sum(pairs) == sum(c * (c - 1) // 2 for c in copies.values())
             excess += (count.held - count.distinct) * kind.block_bytes
         assert excess == self._excess
 
     # the one place where counts change
 
-    def _change(self, kind: Kind, tier: Tier, key: int, bit: int, others: int, sign: int) -> None:
-        count = self._counts.get((kind, tier))
+    def _count(self, kind: Kind, change: Change, sign: int) -> None:
+        count = self._counts.get((kind, change.tier))
         if count is None:
-            count = self._counts[kind, tier] = _Count()
-        count.held += sign
-        if not others:
-            count.distinct += sign
+            count = self._counts[kind, change.tier] = _Count()
+        members = words(self._masks.get(kind, 0) & ~change.bit)
+        others = [(word, masks & np.uint64(members[word])) for word, masks in change.others if word in members]
+        copied = 0
+        if others:
+            anybody = others[0][1]
+            for _, masks in others[1:]:
+                anybody = anybody | masks
+            copied = int(np.count_nonzero(anybody))
+        count.held += sign * change.keys.size
+        count.distinct += sign * (change.keys.size - copied)
+        if not copied:
             return
-        self._excess += sign * kind.block_bytes
+        self._excess += sign * copied * kind.block_bytes
         self.peak_excess = max(self.peak_excess, self._excess)
-        if not others & (others - 1):
-            (count.shared.add if sign > 0 else count.shared.discard)(key)
-        replica, pairs = self._replicas[bit], count.pairs
-        while others:
-            other = self._replicas[others & -others]
-            others &= others - 1
-            pair = (replica, other) if replica < other else (other, replica)
-            blocks = pairs.get(pair, 0) + sign
-            if blocks:
-                pairs[pair] = blocks
-            else:
-                del pairs[pair]
+        row = count.row(change.bit.bit_length() - 1, WORD * (max(members) + 1))
+        for word, masks in others:
+            row[WORD * word : WORD * word + WORD] += sign * _by_bit(masks)
 
     def _recount(self, replica: str, sign: int) -> None:
         kind, bit = self._kinds.get(replica), self._bits.get(replica)
         if kind is None or bit is None:
             return
-        others = self._masks.get(kind, 0) & ~bit
         for tier in Tier:
-            for key in self._index.keys_of(replica, tier):
-                self._change(kind, tier, key, bit, self._index.holder_mask(key, tier) & others, sign)
+            for change in self._index.blocks_of(replica, tier):
+                self._count(kind, change, sign)
+        others = self._masks.get(kind, 0) & ~bit
         self._masks[kind] = others | bit if sign > 0 else others
 
     def _members(self, kind: Kind) -> Iterator[str]:
         return (replica for replica in self._bits if self._kinds.get(replica) == kind)
+
+
+def _by_bit(masks: Keys) -> npt.NDArray[np.int64]:
+    """How many masks have each bit."""
+    present = int(np.bitwise_or.reduce(masks))
+    if present.bit_count() > 8:  # then one pass over the bits costs less than a pass for each
+        bits = np.unpackbits(masks.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+        found: npt.NDArray[np.int64] = np.add.reduce(bits, axis=0, dtype=np.int64)
+        return found
+    found = np.zeros(WORD, np.int64)
+    while present:
+        bit = present & -present
+        present ^= bit
+        found[bit.bit_length() - 1] = np.count_nonzero(masks & np.uint64(bit))
+    return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from gateway.placement.holders import WORD
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import ROOT_PARENT, Tier
 
@@ -40,30 +42,35 @@ class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     excess_bytes: int
 
 
-def shared_prefixes(index: PrefixIndex, shared: Set[int], kind: BlockKind, tier: Tier, mask: int) -> list[SharedPrefix]:
-    """Cuts the blocks `shared` by two or more replicas of `mask` into prefixes; every block is in exactly one."""
-    holders = {key: index.holder_mask(key, tier) & mask for key in shared}
-    witness = {holder_set: index.replicas_of(holder_set) for holder_set in set(holders.values())}
-    parents = {key: index.parent(key, witness[holder_set][0]) for key, holder_set in holders.items()}
-    children: dict[int, int] = {}
-    for key, parent in parents.items():
-        if parent is not None and holders.get(parent) == holders[key]:
-            children[parent] = children.get(parent, 0) + 1
+def shared_prefixes(index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, top: int) -> list[SharedPrefix]:
+    """Cuts what two or more replicas of `mask` hold into prefixes, every block in exactly one; the `top` by excess."""
+    keys, parents, holders = index.shared(tier, mask)
+    if not keys.size:
+        return []
+    order = np.argsort(keys)
+    above = order.take(np.searchsorted(keys, parents, sorter=order), mode="clip")
+    joined = keys.take(above) == parents
+    for _, masks in holders:
+        joined &= masks.take(above) == masks
+    children = np.bincount(above[joined], minlength=keys.size)
+    # A block whose one child has its holder set is followed by that child: it and the child are of one segment.
+    follows = joined & (children.take(above) == 1)
+    lengths = _lengths(np.where(follows, above, -1))
+    lasts = (children != 1).nonzero()[0]
+    copies = sum(np.bitwise_count(masks.take(lasts)).astype(np.int64) for _, masks in holders)
+    excess = (copies - 1) * lengths.take(lasts)
+    best = lasts.take(np.lexsort((keys.take(lasts), -excess))[:top])
     depths: dict[int, int] = {}
     found = []
-    for last, holder_set in holders.items():
-        if children.get(last) == 1:
-            continue  # its one child of the same holder set goes on with the segment
-        blocks, key = 1, last
-        while (parent := parents[key]) is not None and holders.get(parent) == holder_set and children[parent] == 1:
-            blocks, key = blocks + 1, parent
-        names = witness[holder_set]
+    for last in best.tolist():
+        names = index.replicas_of(sum(int(masks[last]) << WORD * word for word, masks in holders))
+        blocks = int(lengths[last])
         found.append(
             SharedPrefix(
-                key=last,
+                key=int(keys[last]),
                 model=kind.model,
                 tier=tier,
-                depth_tokens=_depth(index, last, mask, depths) * kind.block_tokens,
+                depth_tokens=_depth(index, int(keys[last]), mask, depths) * kind.block_tokens,
                 tokens=blocks * kind.block_tokens,
                 copies=len(names),
                 holders=sorted(names),
@@ -71,6 +78,22 @@ def shared_prefixes(index: PrefixIndex, shared: Set[int], kind: BlockKind, tier:
             )
         )
     return found
+
+
+def _lengths(above: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many blocks each segment has down to each block, itself counted; -1 is above the first of a segment.
+
+    Each step looks twice as far up. Blocks that lead round in a circle are in no segment: their figures mean nothing.
+    """
+    lengths = np.ones(above.size + 1, np.int64)
+    lengths[-1] = 0
+    above = np.append(above, -1)
+    for _ in range(above.size.bit_length()):
+        if not np.count_nonzero(above >= 0):
+            break
+        lengths += lengths.take(above)
+        above = above.take(above)
+    return lengths[:-1]
 
 
 def _depth(index: PrefixIndex, key: int, mask: int, depths: dict[int, int]) -> int:

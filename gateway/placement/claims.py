@@ -6,6 +6,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from gateway.placement.holders import Change
 from kvstore.messages import Tier
 
 
@@ -40,7 +41,6 @@ class PendingClaims:
         self._counts: dict[str, dict[int, int]] = {}
         self._fresh: dict[str, int] = {}
         self._awaited: dict[int, list[Claim]] = {}
-        self._bits: dict[str, int] = {}
         self._deadlines: deque[Claim] = deque()
         self._settled: deque[tuple[float, Claim]] = deque()
 
@@ -127,20 +127,18 @@ class PendingClaims:
             self.release(claim)
 
     def replica_added(self, replica: str, bit: int) -> None:
-        """Index listener."""
-        self._bits[replica] = bit
+        """Index listener: nothing is claimed there yet."""
 
     def replica_removed(self, replica: str, bit: int) -> None:
         """Index listener: what was placed on a replica that left is not coming."""
-        self._bits.pop(replica, None)
         self.clear(replica)
 
-    def holders_changed(self, key: int, tier: Tier, before: int, after: int, parent: int) -> None:
+    def holders_changed(self, change: Change) -> None:
         """Index listener: a claim is over when its last block is reported."""
-        waiting = self._awaited.get(key)
-        if waiting is not None and tier is Tier.HBM:
-            gained = after & ~before
-            for claim in [claim for claim in waiting if self._bits.get(claim.replica, 0) & gained]:
+        if not self._awaited or not change.gained or change.tier is not Tier.HBM:
+            return
+        for key in self._awaited.keys() & change.keys.tolist():
+            for claim in [claim for claim in self._awaited[key] if claim.replica == change.replica]:
                 self.release(claim)
 
     def check(self) -> None:

@@ -2,223 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
 
-from kvstore.messages import Tier, digest_of
-
-_MASK = (1 << 64) - 1
-
-
-class HoldersListener(Protocol):
-    """Told of every change, after the index has made it. A holder set is a mask of replica bits (`PrefixIndex.bit`)."""
-
-    def replica_added(self, replica: str, bit: int) -> None:
-        """`bit` stands for `replica` from now on; it holds nothing yet."""
-
-    def replica_removed(self, replica: str, bit: int) -> None:
-        """`replica` holds nothing any more, and `bit` may be given to another."""
-
-    def holders_changed(self, key: int, tier: Tier, before: int, after: int, parent: int) -> None:
-        """The holders of `key` in `tier` differ by one bit; `parent` is that of the replica which has or had it."""
+from gateway.placement.holders import WORD, words
+from gateway.placement.holdings import Holdings
+from gateway.placement.walk import Chain, Runs, ends
+from kvstore.messages import Tier
 
 
-class Runs(NamedTuple):
-    """Longest prefixes of a prompt in units, by replica; a replica that has none is left out.
-
-    `resident`: held in HBM. `usable`: held in HBM and, from where that ends, in the pool of its own agent. `served`:
-    held in that pool from the first block on, which is what a peer can read.
-    """
-
-    resident: dict[str, int]
-    usable: dict[str, int]
-    served: dict[str, int]
-
-
-class _Share:
-    """One replica's part of the index: its bit, and per tier its keys and digest.
-
-    `parents` holds the parents that differ from the index's own: two block sizes give one key two parents.
-    """
-
-    __slots__ = ("bit", "digests", "keys", "parents")
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.keys: tuple[set[int], ...] = tuple(set() for _ in Tier)
-        self.digests = [0 for _ in Tier]
-        self.parents: dict[int, int] = {}
-
-
-class PrefixIndex:
+class PrefixIndex(Holdings):
     """RouteKey -> the replicas that hold the block ending there, per tier, with the key of the block before it.
 
     Owns what it was told and nothing else: it is as true as the reports it is fed. Whoever applies the reports is the
     only one to mutate it; results of `match` and `holders` are valid until the next change. An unknown replica is a
-    KeyError. Holder sets are int masks: any number of replicas holds one block, and a replica's part is freed in time
-    proportional to its own blocks.
+    KeyError. Key 0 is no block and is left out.
+
+    Every block has a row in a few arrays: key, parent, stamp of its last use, and for each tier and each 64 replicas
+    that hold anything there one word of its holder set. So any number of replicas can hold a block, and a block takes
+    28 bytes, and 8 more for each word, and 10-20 in the table.
+
+    It takes at most `limit_bytes`. At the bound it evicts blocks that were longest neither stored nor used (of
+    a sample of `SAMPLE` times as many), for all their holders, and counts them: it then knows less than was reported,
+    never more. Digests are those of all that was reported.
     """
 
-    def __init__(self) -> None:
-        self._shares: dict[str, _Share] = {}
-        self._replicas: dict[int, str] = {}
-        self._free_bits: list[int] = []
-        self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
-        self._parents: dict[int, int] = {}
-        self._listeners: list[HoldersListener] = []
-
-    # replicas
-
-    def add_listener(self, listener: HoldersListener) -> None:
-        """Tells `listener` of every change from now on, beginning with the replicas that are there."""
-        self._listeners.append(listener)
-        for replica, share in self._shares.items():
-            listener.replica_added(replica, share.bit)
-
-    def add_replica(self, replica: str) -> None:
-        """Makes a replica known, holding nothing; one that is known keeps what it holds."""
-        if replica in self._shares:
-            return
-        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._shares)
-        self._shares[replica] = _Share(bit)
-        self._replicas[bit] = replica
-        for listener in self._listeners:
-            listener.replica_added(replica, bit)
-
-    def remove_replica(self, replica: str) -> None:
-        """Forgets a replica and everything it holds; one that is not known is no error."""
-        if replica not in self._shares:
-            return
-        self.clear(replica)
-        bit = self._shares.pop(replica).bit
-        del self._replicas[bit]
-        self._free_bits.append(bit)
-        for listener in self._listeners:
-            listener.replica_removed(replica, bit)
-
-    def replicas(self) -> list[str]:
-        """Every known replica, in no particular order."""
-        return list(self._shares)
-
-    def bit(self, replica: str) -> int:
-        """The replica's bit in holder masks, until it is removed; 0 for one that is not known."""
-        share = self._shares.get(replica)
-        return share.bit if share else 0
-
-    def replicas_of(self, mask: int) -> list[str]:
-        """The replicas of a holder mask, in the order of their bits."""
-        found = []
-        while mask:
-            bit = mask & -mask
-            found.append(self._replicas[bit])
-            mask ^= bit
-        return found
-
-    # blocks
-
-    def store(self, replica: str, tier: Tier, keys: Sequence[int], parents: Sequence[int]) -> None:
-        """Blocks that `replica` now holds; held ones are no change. `parents` is as long as `keys` (ValueError)."""
-        share = self._shares[replica]
-        own, bit, holders, common = share.keys[tier], share.bit, self._holders[tier], self._parents
-        added = 0
-        for key, parent in zip(keys, parents, strict=True):
-            if key in own:
-                continue
-            own.add(key)
-            added += key
-            before = holders.get(key, 0)
-            holders[key] = before | bit
-            if common.setdefault(key, parent) != parent:
-                share.parents.setdefault(key, parent)
-            for listener in self._listeners:
-                listener.holders_changed(key, tier, before, before | bit, parent)
-        share.digests[tier] = share.digests[tier] + added * (2 * tier + 1) & _MASK
-
-    def remove(self, replica: str, tier: Tier, keys: Sequence[int]) -> None:
-        """Blocks that `replica` holds no more in `tier`; ones it did not hold are no change."""
-        share = self._shares[replica]
-        own, bit, holders = share.keys[tier], share.bit, self._holders[tier]
-        removed = 0
-        for key in keys:
-            if key not in own:
-                continue
-            own.remove(key)
-            removed += key
-            before = holders[key]
-            after = before ^ bit
-            if after:
-                holders[key] = after
-            else:
-                del holders[key]
-            parent = self._parents[key]
-            if share.parents:
-                parent = share.parents.get(key, parent)
-                if not any(key in held for held in share.keys):
-                    share.parents.pop(key, None)
-            if not after and not any(key in held for held in self._holders):
-                del self._parents[key]
-            for listener in self._listeners:
-                listener.holders_changed(key, tier, before, after, parent)
-        share.digests[tier] = share.digests[tier] - removed * (2 * tier + 1) & _MASK
-
-    def clear(self, replica: str) -> None:
-        """Everything `replica` holds is gone: a restart, a cleared cache, a new snapshot."""
-        for tier in Tier:
-            self.remove(replica, tier, list(self._shares[replica].keys[tier]))
-
-    def held_blocks(self, replica: str, tier: Tier | None = None) -> int:
-        """Blocks `replica` holds in `tier`, or summed over all tiers."""
-        keys = self._shares[replica].keys
-        return len(keys[tier]) if tier is not None else sum(len(held) for held in keys)
-
-    def digest(self, replica: str) -> int:
-        """Digest of everything `replica` holds, to be compared with its agent's (`kvstore.messages.digest_term`)."""
-        return sum(self._shares[replica].digests) & _MASK
-
-    def holders(self, key: int, tier: Tier = Tier.HBM) -> list[str]:
-        """The replicas that hold `key` in `tier`."""
-        return self.replicas_of(self._holders[tier].get(key, 0))
-
-    def holder_mask(self, key: int, tier: Tier = Tier.HBM) -> int:
-        """The replicas that hold `key` in `tier`, as a mask."""
-        return self._holders[tier].get(key, 0)
-
-    def keys_of(self, replica: str, tier: Tier) -> Iterator[int]:
-        """The keys `replica` holds in `tier`, in no particular order; not to be used over a change."""
-        return iter(self._shares[replica].keys[tier])
-
-    def parent(self, key: int, replica: str | None = None) -> int | None:
-        """Key of the block before `key`, in the block size of `replica` if given; None when nobody holds `key`."""
-        if replica is not None:
-            own = self._shares[replica].parents.get(key)
-            if own is not None:
-                return own
-        return self._parents.get(key)
-
-    def match(self, keys: Sequence[int], block_units: Mapping[str, int]) -> dict[str, int]:
+    def match(self, keys: Sequence[int], block_units: Mapping[str, int], *, use: bool = False) -> dict[str, int]:
         """The longest prefix each replica holds in HBM, in units; replicas that hold none are left out.
 
         `keys` are a prompt's unit keys, `block_units` the engine block of each replica to ask, in units. Only whole
         blocks count, from the first one on: a block whose chain to the root is not held is no hit. One walk for all
-        replicas of a block size; it ends where the last of them ends.
+        replicas of a block size. With `use` it is a placement's: what it found is evicted later than what is older.
         """
         found: dict[str, int] = {}
-        lookup = self._holders[Tier.HBM].get
-        for units, mask in self._groups(block_units).items():
-            position = 0
-            for key in keys if units == 1 else keys[units - 1 :: units]:
-                still = mask & lookup(key, 0)
-                if still != mask:
-                    if position:
-                        for replica in self.replicas_of(mask ^ still):
-                            found[replica] = position
-                    mask = still
-                    if not mask:
-                        break
-                position += units
-            if mask and position:
-                for replica in self.replicas_of(mask):
-                    found[replica] = position
+        for units, masks in self._groups(block_units).items():
+            chain = Chain(self._blocks.table, keys if units == 1 else keys[units - 1 :: units])
+            for word, mask in masks.items():
+                held = chain.masks(self._blocks.planes.get((Tier.HBM, word)))
+                for blocks, gone in ends(held, mask):
+                    self._note(found, word, gone, blocks * units)
+            if use:
+                self._blocks.stamp(chain)
         return found
 
     def runs(self, keys: Sequence[int], block_units: Mapping[str, int], pools: Collection[str]) -> Runs:
@@ -228,54 +51,39 @@ class PrefixIndex:
         stands in HBM again behind that is out of its reach.
         """
         found = Runs({}, {}, {})
-        in_hbm, in_pool = self._holders[Tier.HBM].get, self._holders[Tier.DRAM].get
-        pooled = sum(self.bit(replica) for replica in pools)
-        for units, mask in self._groups(block_units).items():
-            near, far, serving = mask, 0, mask & pooled
-            position = 0
-            for key in keys if units == 1 else keys[units - 1 :: units]:
-                hbm, pool = in_hbm(key, 0), in_pool(key, 0)
-                if near & ~hbm or (far | serving) & ~pool:
-                    stay = near & hbm
-                    loads = (far | (near ^ stay) & pooled) & pool
-                    if position:
-                        self._note(found.resident, near ^ stay, position)
-                        self._note(found.usable, (near | far) & ~(stay | loads), position)
-                        self._note(found.served, serving & ~pool, position)
-                    near, far, serving = stay, loads, serving & pool
-                    if not near | far:  # and so nobody serves: what is served is used, too
-                        break
-                position += units
-            if position:
-                self._note(found.resident, near, position)
-                self._note(found.usable, near | far, position)
-                self._note(found.served, serving, position)
+        pooled = 0
+        for replica in pools:
+            pooled |= self.bit(replica)
+        for units, masks in self._groups(block_units).items():
+            chain = Chain(self._blocks.table, keys if units == 1 else keys[units - 1 :: units])
+            for word, mask in masks.items():
+                hbm = chain.masks(self._blocks.planes.get((Tier.HBM, word)))
+                pool = chain.masks(self._blocks.planes.get((Tier.DRAM, word)))
+                with_pool = mask & pooled >> WORD * word
+                for blocks, gone in ends(hbm, mask):
+                    self._note(found.resident, word, gone, blocks * units)
+                    self._note(found.usable, word, gone & ~with_pool, blocks * units)
+                    if gone & with_pool:
+                        for further, last in ends(pool, gone & with_pool, blocks):
+                            self._note(found.usable, word, last, further * units)
+                if with_pool:
+                    for blocks, gone in ends(pool, with_pool):
+                        self._note(found.served, word, gone, blocks * units)
         return found
 
-    def _groups(self, block_units: Mapping[str, int]) -> dict[int, int]:
-        """Masks of the known replicas, by their block size in units."""
+    def _groups(self, block_units: Mapping[str, int]) -> dict[int, dict[int, int]]:
+        """Words of the known replicas, by their block size in units."""
         groups: dict[int, int] = {}
         for replica, units in block_units.items():
             share = self._shares.get(replica)
             if share is not None:
                 groups[units] = groups.get(units, 0) | share.bit
-        return groups
+        return {units: words(mask) for units, mask in groups.items()}
 
-    def _note(self, found: dict[str, int], mask: int, position: int) -> None:
-        for replica in self.replicas_of(mask):
-            found[replica] = position
-
-    def check(self) -> None:
-        """Asserts that masks, parents and digests are those of the replicas' own key sets."""
-        assert {share.bit for share in self._shares.values()} == set(self._replicas)
-        assert not set(self._free_bits) & set(self._replicas), "a free bit is in use"
-        for tier in Tier:
-            expected: dict[int, int] = {}
-            for share in self._shares.values():
-                assert share.digests[tier] == digest_of(share.keys[tier], tier)
-                for key in share.keys[tier]:
-                    expected[key] = expected.get(key, 0) | share.bit
-            assert expected == self._holders[tier], f"holder masks of {tier.name} differ from the key sets"
-        assert set(self._parents) == set().union(*self._holders), "parents are kept for exactly the held keys"
-        for share in self._shares.values():
-            assert set(share.parents) <= set().union(*share.keys)
+    def _note(self, found: dict[str, int], word: int, mask: int, position: int) -> None:
+        if position:
+            mask <<= WORD * word
+            while mask:
+                bit = mask & -mask
+                found[self._replicas[bit]] = position
+                mask ^= bit

@@ -9,7 +9,7 @@ from gateway.placement.placement import Candidate, Claims, FetchPlan, ReplicaVie
 
 
 class Reported(NamedTuple):
-    """Tokens of the prompt that a replica with a pool reports, in whole blocks; see `gateway.placement.index.Runs`."""
+    """Tokens of the prompt that a replica with a pool reports, in whole blocks; see `gateway.placement.walk.Runs`."""
 
     resident: int
     usable: int

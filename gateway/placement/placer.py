@@ -14,11 +14,12 @@ from gateway.placement.adaptive_key import AdaptiveKey, Split, boundary_at_most
 from gateway.placement.bounds import Bounds
 from gateway.placement.claims import Claim, LearnedClaims, PendingClaims
 from gateway.placement.cost import CostModel
-from gateway.placement.index import PrefixIndex, Runs
+from gateway.placement.index import PrefixIndex
 from gateway.placement.option import Option, Reported
 from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
 from gateway.placement.ring import HashRing
 from gateway.placement.settings import PlacementSettings
+from gateway.placement.walk import Runs
 
 
 class Placer:
@@ -153,7 +154,7 @@ class Placer:
             units = view.capacity_blocks * view.block_tokens // identity.unit_tokens
             self.learned.record(placement.replica, keys, units or self.settings.learned_units)
             return self.pending.claim(placement.replica, ())
-        held = self.index.match(keys, {view.id: view.block_units}).get(view.id, 0)
+        held = self.index.match(keys, {view.id: view.block_units}, use=True).get(view.id, 0)
         return self.pending.claim(placement.replica, keys, held, view.block_units)
 
     def answered(self, claim: Claim) -> None:
