@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import httpx
 import msgspec
+import numpy as np
 from opentelemetry import propagate, trace
 
 from gateway.fleet.replica import Replica
+from gateway.placement.blocks import PIECE_BLOCKS
+from gateway.placement.column import Keys
 from gateway.placement.index import PrefixIndex
 from kvstore.errors import KvStoreError, ProtocolError
-from kvstore.identity import Namespace, unpack_keys
+from kvstore.identity import Namespace
 from kvstore.messages import (
     PROTOCOL_VERSION,
+    Change,
     Delta,
     FetchRecord,
     FrameReader,
@@ -55,8 +58,9 @@ class StreamLost(Exception):
 class ReportStream:
     """Keeps the index equal to what one agent reports.
 
-    Owns the replica's share of the index and its `hello`, `heartbeat`, `reporting` and `agent_error`. The share is
-    emptied the moment the stream is lost, so nothing is credited that nobody vouches for.
+    Owns the replica's share of the index and its `hello`, `heartbeat`, `reporting` and `agent_error`. The moment the
+    stream is lost the replica is not `reporting` any more, so nothing is credited that nobody vouches for, and its
+    share is emptied. Both that and a snapshot are done in pieces, between which requests are placed.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class ReportStream:
         self._on_model_files = on_model_files
         self._on_fetch = on_fetch
         self._parts: list[Snapshot] = []
+        self._changes: list[Change] = []
         self._epoch = -1
         self._seq = -1
         self._verified = False
@@ -96,14 +101,14 @@ class ReportStream:
             try:
                 await self._session()
             except StreamLost as lost:
-                self._lost(str(lost), lost.kind)
+                await self._lost(str(lost), lost.kind)
             except httpx.HTTPError as error:
-                self._lost(f"{type(error).__name__}: {error}", "connection")
+                await self._lost(f"{type(error).__name__}: {error}", "connection")
             except (KvStoreError, msgspec.MsgspecError, RecursionError) as error:
-                self._lost(str(error), "protocol")
+                await self._lost(str(error), "protocol")
             except Exception:  # a watch that has died silently is worse than any one report
                 log.exception("following the reports of %s failed", self._replica.id)
-                self._lost("internal error, see the log", "internal")
+                await self._lost("internal error, see the log", "internal")
             # A snapshot alone does not reset it: one that never agrees with its digest would be asked for at once.
             attempt = 0 if self._verified else attempt + 1
             self._verified = False
@@ -140,7 +145,8 @@ class ReportStream:
             reader = FrameReader()
             async for data in response.aiter_raw():
                 for report in reader.feed(data):
-                    self._apply(report)
+                    await self._apply(report)
+                await self._flush()
         raise StreamLost("agent closed the report stream")
 
     async def _get(
@@ -156,23 +162,24 @@ class ReportStream:
         propagate.inject(headers)
         return headers
 
-    def _apply(self, report: Report) -> None:
+    async def _apply(self, report: Report) -> None:
         if isinstance(report, FetchRecord):  # says nothing about what is held
             if report.replica != self._replica.id:
                 raise ProtocolError(f"a fetch of replica {report.replica!r} in the reports of {self._replica.id!r}")
             self._on_fetch(report)
             return
         if isinstance(report, Snapshot):
+            await self._flush()
             self._collect(report)
             return
         if self._parts:
-            self._apply_snapshot()
+            await self._apply_snapshot()
         elif not self._replica.reporting:
             raise StreamLost("the stream does not begin with a snapshot")
         if isinstance(report, Delta):
-            self._apply_delta(report)
+            await self._apply_delta(report)
         else:
-            self._apply_heartbeat(report)
+            await self._apply_heartbeat(report)
 
     def _collect(self, part: Snapshot) -> None:
         """Parts of a snapshot, of one tier after the other; the first report that is none says that it is whole."""
@@ -182,56 +189,89 @@ class ReportStream:
             self._set_reporting(False, "receiving a snapshot")
         self._parts.append(part)
 
-    def _apply_snapshot(self) -> None:
+    async def _apply_snapshot(self) -> None:
         parts, self._parts = self._parts, []
         for tier in Tier:
             numbers = [part.part for part in parts if part.tier == tier]
             expected = next((part.parts for part in parts if part.tier == tier), 0)
             if numbers != list(range(expected)):
                 raise StreamLost(f"snapshot of {tier.name} has parts {numbers}, expected {expected}")
-        self._index.clear(self._replica.id)
+        await self._empty()
         for part in parts:
-            self._store(part.tier, part.keys, part.parents)
+            await self._change(Stored(tier=part.tier, keys=part.keys, parents=part.parents))
+        await self._flush()
         self._epoch, self._seq = parts[-1].epoch, parts[-1].seq
         self.snapshots += 1
         self._set_reporting(True, "")
 
-    def _apply_delta(self, delta: Delta) -> None:
+    async def _apply_delta(self, delta: Delta) -> None:
         if (delta.epoch, delta.seq) != (self._epoch, self._seq + 1):
             raise StreamLost(f"gap: expected {self._epoch}/{self._seq + 1}, got {delta.epoch}/{delta.seq}")
         for change in delta.changes:
-            if isinstance(change, Stored):
-                self._store(change.tier, change.keys, change.parents)
-            else:
-                self._index.remove(self._replica.id, change.tier, unpack_keys(change.keys))
+            await self._change(change)
         self._seq = delta.seq
 
-    def _apply_heartbeat(self, beat: Heartbeat) -> None:
+    async def _apply_heartbeat(self, beat: Heartbeat) -> None:
         self._replica.heartbeat = beat
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")
+        await self._flush()
         if beat.digest != self._index.digest(self._replica.id):
             raise StreamLost("digest differs from the agent's: the index has drifted")
         self._verified = True
 
-    def _store(self, tier: Tier, packed_keys: bytes, packed_parents: bytes) -> None:
-        keys: array[int] = unpack_keys(packed_keys)
-        parents: array[int] = unpack_keys(packed_parents)
-        if len(keys) != len(parents):
-            raise ProtocolError(f"{len(keys)} keys but {len(parents)} parents")
-        self._index.store(self._replica.id, tier, keys, parents)
+    async def _change(self, change: Change) -> None:
+        """Takes up a change. Changes of one kind that arrive together are applied together: the busier an agent is, the
+        less each block of it costs."""
+        _check(change)
+        if self._changes and (type(change), change.tier) != (type(self._changes[0]), self._changes[0].tier):
+            await self._flush()
+        self._changes.append(change)
+
+    async def _flush(self) -> None:
+        """Applies what was taken up, a few milliseconds' worth at a time, with others' turns in between."""
+        changes, self._changes = self._changes, []
+        if not changes:
+            return
+        tier = changes[0].tier
+        keys = _unpack([change.keys for change in changes])
+        parents = _unpack([change.parents for change in changes if isinstance(change, Stored)])
+        for begin in range(0, len(keys), PIECE_BLOCKS):
+            if begin:
+                await asyncio.sleep(0)
+            end = begin + PIECE_BLOCKS
+            if isinstance(changes[0], Stored):
+                self._index.store(self._replica.id, tier, keys[begin:end], parents[begin:end])
+            else:
+                self._index.remove(self._replica.id, tier, keys[begin:end])
+
+    async def _empty(self) -> None:
+        for _ in self._index.clearing(self._replica.id):
+            await asyncio.sleep(0)
 
     def _set_reporting(self, reporting: bool, why: str) -> None:
         self._replica.reporting = reporting
         self._replica.agent_error = why
 
-    def _lost(self, why: str, kind: str) -> None:
+    async def _lost(self, why: str, kind: str) -> None:
         if self._replica.reporting or self._replica.agent_error != why:
             log.warning("reports of %s lost: %s", self._replica.id, why)
         self.losses[kind] = self.losses.get(kind, 0) + 1
-        self._parts = []
-        self._index.clear(self._replica.id)
+        self._parts, self._changes = [], []
         self._set_reporting(False, why)
+        await self._empty()
+
+
+def _check(change: Change) -> None:
+    """Raises ProtocolError for keys that are cut, or have no parents."""
+    if len(change.keys) % 8:
+        raise ProtocolError(f"packed keys must be a multiple of 8 bytes, got {len(change.keys)}")
+    if isinstance(change, Stored) and len(change.keys) != len(change.parents):
+        raise ProtocolError(f"{len(change.keys) / 8:g} keys but {len(change.parents) / 8:g} parents")
+
+
+def _unpack(packed: list[bytes]) -> Keys:
+    return np.frombuffer(b"".join(packed), "<u8").astype(np.uint64, copy=False)
 
 
 async def _read(response: httpx.Response, limit: int) -> bytes:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from gateway.fleet import report_stream
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
+from gateway.placement import blocks, holders, holdings
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims
 from gateway.settings import ReplicaSettings
@@ -247,6 +248,61 @@ async def test_a_snapshot_in_parts_over_tiers_then_deltas() -> None:
         assert (gateway.stream.snapshots, gateway.stream.losses, agent.streams) == (1, {}, 1)
 
 
+class Watch:
+    """A listener of the index that notes how many blocks each change has, and how often others had their turn."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.turns = 0
+        self.gateway = gateway
+        self.changes: list[tuple[bool, int, bool]] = []
+        self.turns_at: list[int] = []
+
+    def replica_added(self, replica: str, bit: int) -> None: ...
+
+    def replica_removed(self, replica: str, bit: int) -> None: ...
+
+    def holders_changed(self, change: holders.Change) -> None:
+        self.changes.append((change.gained, change.keys.size, self.gateway.replica.reporting))
+        self.turns_at.append(self.turns)
+
+    async def take_turns(self) -> None:
+        while True:
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+async def test_a_large_snapshot_leaves_others_their_turn_and_so_does_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (blocks, holdings, report_stream):
+        monkeypatch.setattr(module, "PIECE_BLOCKS", 10)
+    many = list(range(10, 45))
+    async with pair() as (agent, gateway):
+        watch = Watch(gateway)
+        gateway.index.add_listener(watch)
+        others = asyncio.create_task(watch.take_turns())
+        agent.say(snapshot(2, 0, many), beat(2, 0, (Tier.HBM, many)))
+        await gateway.reports(many)
+        assert watch.changes == [(True, 10, False)] * 3 + [(True, 5, False)], "not credited before it is whole"
+        assert len(set(watch.turns_at)) == 4
+        agent.opening = [snapshot(3, 0, []), beat(3, 0)]
+        watch.changes, watch.turns_at = [], []
+        agent.say(beat(2, 0, digest=1))
+        await gateway.reports([])
+        assert watch.changes == [(False, 10, False)] * 3 + [(False, 5, False)], "nor after it is lost"
+        assert len(set(watch.turns_at)) == 4
+        others.cancel()
+
+
+async def test_deltas_that_arrive_together_are_applied_together_and_in_order() -> None:
+    async with pair() as (agent, gateway):
+        watch = Watch(gateway)
+        gateway.index.add_listener(watch)
+        together = [delta(1, 1, stored(10)), delta(1, 2, stored(11, 12)), delta(1, 3, removed(11), stored(13))]
+        agent.say_raw(b"".join(encode_frame(each) for each in [*together, beat(1, 3, (Tier.HBM, [10, 12, 13]))]))
+        await gateway.reports([10, 12, 13])
+        assert watch.changes == [(True, 3, True), (False, 1, True), (True, 1, True)]
+        assert gateway.stream.losses == {}
+
+
 async def test_nothing_is_credited_before_a_snapshot_is_whole() -> None:
     def opening(agent: Agent) -> None:
         agent.opening = [snapshot(1, 0, [10], part=0, parts=2)]
@@ -293,8 +349,8 @@ async def test_what_does_not_fit_empties_and_starts_over(wrong: list[Report], wo
         seen: list[str] = []
         report_lost = gateway.stream._lost
 
-        def lost(why: str, kind: str) -> None:
-            report_lost(why, kind)
+        async def lost(why: str, kind: str) -> None:
+            await report_lost(why, kind)
             assert gateway.held() == set()
             assert not gateway.replica.reporting
             seen.append(gateway.replica.agent_error)
