@@ -54,7 +54,7 @@ class Gateway:
             connect_timeout_s=limits.connect_timeout_s, first_byte_timeout_s=limits.first_byte_timeout_s
         )
         self._profiles = ModelProfiles(self._identifier, self._engines, settings.telemetry.parity_sample_every)
-        index = PrefixIndex()
+        index = PrefixIndex(settings.placement.index_bytes)
         ledger = Ledger(index)
         self._history = History(ledger)
         placer = Placer(
@@ -88,7 +88,7 @@ class Gateway:
         self.admission = Admission(self.fleet, limits)
         path = RequestPath(self.admission, identify, place, forward, account)
 
-        metrics.watch(self.fleet, ledger, self._identifier, self._profiles)
+        metrics.watch(self.fleet, index, ledger, self._identifier, self._profiles)
         explain = Explain(identify, placer, self.fleet)
         self.public = PublicApp(path, self.fleet)
         self.admin = AdminApp(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gateway.fleet.model_profiles import ModelProfiles
     from gateway.identity.identifier import Identifier
     from gateway.path.account import Receipt
+    from gateway.placement.index import PrefixIndex
     from kvstore.messages import FetchRecord
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which nobody asked for
@@ -97,9 +98,11 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
-    def watch(self, fleet: Fleet, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles) -> None:
+    def watch(
+        self, fleet: Fleet, index: PrefixIndex, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles
+    ) -> None:
         """Export the state of these at every scrape."""
-        self.registry.register(_StateCollector(fleet, ledger, identifier, profiles))
+        self.registry.register(_StateCollector(fleet, index, ledger, identifier, profiles))
 
     def fetch_done(self, record: FetchRecord) -> None:
         """Count one fetch that ended."""
@@ -130,8 +133,11 @@ class GatewayMetrics:
 class _StateCollector(Collector):
     """Gauges read from the live objects when scraped."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles) -> None:
+    def __init__(
+        self, fleet: Fleet, index: PrefixIndex, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles
+    ) -> None:
         self._fleet = fleet
+        self._index = index
         self._ledger = ledger
         self._identifier = identifier
         self._profiles = profiles
@@ -142,6 +148,14 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._replicas()
         yield from self._duplication()
+        yield GaugeMetricFamily("prefix_gateway_index_bytes", "Memory of the index.", value=self._index.nbytes)
+        blocks = len(self._index)
+        yield GaugeMetricFamily("prefix_gateway_index_blocks", "Blocks in the index, each once.", value=blocks)
+        yield CounterMetricFamily(
+            "prefix_gateway_index_evicted_blocks",
+            "Blocks that the index dropped for lack of room: placement.index_bytes.",
+            value=self._index.evicted_blocks,
+        )
         exact = GaugeMetricFamily(
             "prefix_gateway_identity_exact", "1 while token ids are proven equal to the engines'.", labels=["model"]
         )

@@ -24,6 +24,7 @@ from kvstore.hint import MAX_DEADLINE_MS
 ENV_PREFIX = "PREFIX_GATEWAY_"
 MAX_WEIGHT = 100
 """A weight buys points on the ring: 512 for each 1."""
+MIN_INDEX_BYTES = 16 << 20
 
 MAX_DP_RANK = 65_535
 
@@ -70,11 +71,12 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class PlacementSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`epsilon`: how far above the mean a replica's load may go; `route_seed`: seed of all RouteKeys of a deployment;
     `allow_pinning`: whether a client may choose its replica with the header `x-gateway-pin`, and forbid a fetch with
-    `x-gateway-fetch: off`."""
+    `x-gateway-fetch: off`; `index_bytes`: the memory in which is kept what replicas hold."""
 
     epsilon: float = 1.0
     route_seed: int = 0
     allow_pinning: bool = False
+    index_bytes: int = 1 << 30
 
 
 class FetchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -257,6 +259,10 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"placement.epsilon: must be above 0, got {settings.placement.epsilon}")
     if not 0 <= settings.placement.route_seed < 1 << 64:
         raise SettingsError(f"placement.route_seed: must be in [0, 2**64), got {settings.placement.route_seed}")
+    if settings.placement.index_bytes < MIN_INDEX_BYTES:
+        raise SettingsError(
+            f"placement.index_bytes: must be at least {MIN_INDEX_BYTES}, got {settings.placement.index_bytes}"
+        )
     fetch = settings.fetch
     if not 0 <= fetch.margin < 1:
         raise SettingsError(f"fetch.margin: must be at least 0 and below 1, got {fetch.margin}")

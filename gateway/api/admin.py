@@ -64,7 +64,13 @@ class AdminApp(FastAPI):
 
     async def _replicas(self) -> Response:
         replicas = [describe(replica, self._fleet, self._index) for replica in self._fleet.replicas.values()]
-        return _json({"replicas": replicas, "identity": self._identifier.modes()})
+        index = {
+            "bytes": self._index.nbytes,
+            "limit_bytes": self._index.limit_bytes,
+            "blocks": len(self._index),
+            "evicted_blocks": self._index.evicted_blocks,
+        }
+        return _json({"replicas": replicas, "identity": self._identifier.modes(), "index": index})
 
     async def _receipt(self, request_id: str) -> Response:
         receipt = self._receipts.get(request_id)

@@ -101,7 +101,7 @@ class Fleet:
         """What the placer is told: how full each replica is, and whose word there is for what it holds."""
         return [
             replica.view(
-                _claims(replica, mode), self._index.held_blocks(replica.id, Tier.HBM), self.speed.of(replica.id)
+                _claims(replica, mode), self._index.reported_blocks(replica.id, Tier.HBM), self.speed.of(replica.id)
             )
             for replica in self.serving(model)
         ]

@@ -257,6 +257,10 @@ class Holdings:
         share = self._shares[replica]
         return share.counts[tier] + share.evicted[tier]
 
+    def evicted_of(self, replica: str) -> int:
+        """Blocks that `replica` has reported and that are not known any more for lack of room, in all tiers."""
+        return sum(self._shares[replica].evicted)
+
     def digest(self, replica: str) -> int:
         """Digest of everything `replica` has reported, as its agent counts it (`kvstore.messages.digest_term`)."""
         return self._shares[replica].digest()

@@ -6,6 +6,7 @@ import random
 from array import array
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 from gateway.duplication.ledger import Ledger
@@ -199,3 +200,47 @@ def test_many_holders_are_kept():
     assert not ledger.pairs()
     index.check()
     ledger.check()
+
+
+def test_index_memory_stays_under_its_bound(request):
+    """Unique prompts of 8k tokens, a million with --slow, on replicas that never report a removal.
+
+    What the index drops is counted, what it keeps is true, the digest is that of everything reported, and a prefix that
+    placements use outlives what nobody asks for again. Removing a replica frees its share for the others.
+    """
+    prompts, blocks = 1_000_000 if request.config.getoption("--slow") else 4_000, 512
+    limit = 64 << 20 if prompts == 1_000_000 else 32 << 20
+    index = PrefixIndex(limit)
+    picks = np.random.default_rng(7)
+    names = [f"replica-{i}" for i in range(8)]
+    for name in names:
+        index.add_replica(name)
+    hot = picks.integers(1, 1 << 63, blocks, dtype=np.int64).astype(np.uint64)
+    for name in names:
+        _tell(index, name, hot)
+    digests = dict.fromkeys(names, int(np.add.reduce(hot)))
+    most = 0
+    for at in range(prompts):
+        name = names[at % 8]
+        keys = picks.integers(1, 1 << 63, blocks, dtype=np.int64).astype(np.uint64)
+        _tell(index, name, keys)
+        digests[name] = (digests[name] + int(np.add.reduce(keys))) % 2**64
+        if at % 16 == 0:
+            assert index.match(hot, dict.fromkeys(names, 1), use=True) == dict.fromkeys(names, blocks)
+            most = max(most, index.nbytes)
+    assert limit / 2 < most <= limit
+    assert {name: index.digest(name) for name in names} == digests
+    assert index.evicted_blocks == (prompts + 1) * blocks - len(index) > 0
+    assert sum(index.evicted_of(name) + index.held_blocks(name) for name in names) == (prompts + 8) * blocks
+    index.check()
+    kept = len(index)
+    index.remove_replica("replica-0")
+    assert kept * 0.8 < len(index) < kept * 0.95
+    evicted, room = index.evicted_blocks, kept - len(index)
+    _tell(index, "replica-1", picks.integers(1, 1 << 63, room, dtype=np.int64).astype(np.uint64))
+    assert index.evicted_blocks == evicted, "what the others bring has room now"
+    index.check()
+
+
+def _tell(index, replica, keys):
+    index.store(replica, Tier.HBM, keys, np.concatenate((np.array([ROOT_PARENT], np.uint64), keys[:-1])))

@@ -106,6 +106,11 @@ async def test_replicas(admin: Admin) -> None:
         assert (each["kv_events"], each["dp_rank"]) == ("connected", None)
         assert [problem["code"] for problem in each["problems"]] == ["pool_off"]
         assert each["fetch"]["state"].startswith("events and routing only: ")
+        assert each["evicted_blocks"] == 0
+    index = found["index"]
+    assert 0 < index["bytes"] < index["limit_bytes"] == 1 << 30
+    assert index["blocks"] <= sum(each["held_blocks"] + each["pool_blocks"] for each in found["replicas"])
+    assert index["evicted_blocks"] == 0
     identity = found["identity"]["tiny"]
     assert (identity["mode"], identity["why"], identity["off"]) == ("exact", "", [])
 

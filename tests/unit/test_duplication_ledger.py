@@ -178,6 +178,21 @@ def test_an_empty_report_is_a_report(ledger):
     assert render_text(build_report(ledger)).startswith("KV held     0.0 MiB")
 
 
+def test_what_the_index_evicts_is_counted_no_more():
+    index = PrefixIndex(16 << 20)
+    ledger = Ledger(index)
+    for name in "ab":
+        index.add_replica(name)
+        ledger.register(name, "m", 1, 16)
+    for begin in range(1, 600_000, 8_000):
+        for name in "ab":
+            index.store(name, Tier.HBM, range(begin, begin + 8_000), [ROOT_PARENT, *range(begin, begin + 7_999)])
+    assert index.evicted_blocks > 200_000
+    assert ledger.excess == len(index) == ledger.totals()["m", Tier.HBM].distinct
+    assert ledger.pairs() == {(Tier.HBM, "a", "b"): len(index)}
+    assert index.evicted_of("a") == index.evicted_blocks == index.reported_blocks("a", Tier.HBM) - len(index)
+
+
 def test_parents_that_lead_round_in_a_circle_end_the_walk(index, ledger):
     for name in "ab":
         index.store(name, Tier.HBM, [11, 12, 13, 21], [12, 13, 11, 21])

@@ -51,6 +51,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("listen: {port: high}", {}, "listen.port"),
         ("listen: {port: 70000}", {}, "listen.port"),
         ("placement: {epsilon: 0}", {}, "placement.epsilon"),
+        ("placement: {index_bytes: 16777215}", {}, "placement.index_bytes"),
         ("placement: {route_seed: -1}", {}, "placement.route_seed"),
         ("fetch: {margin: 1}", {}, "fetch.margin"),
         ("fetch: {margin: -0.1}", {}, "fetch.margin"),

@@ -97,6 +97,8 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("placement", "route_seed", 0),
         ("placement", "route_seed", 2**53 - 1),
         ("placement", "allow_pinning", True),
+        ("placement", "index_bytes", 1 << 24),
+        ("placement", "index_bytes", 1 << 36),
         ("fetch", "enabled", False),
         ("fetch", "margin", 0),
         ("fetch", "max_deadline_ms", 1),

@@ -33,6 +33,7 @@ def nested(path: str, value: Any) -> Values:
         ("config.placement.route_seed", -1),
         ("config.placement.route_seed", 2**53),
         ("config.placement.allow_pinning", "no"),
+        ("config.placement.index_bytes", (1 << 24) - 1),
         ("config.fetch.enabled", "yes"),
         ("config.fetch.margin", 1),
         ("config.fetch.max_deadline_ms", 0),
