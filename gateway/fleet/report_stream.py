@@ -43,6 +43,9 @@ MAX_HELLO_BYTES = 1 << 20
 MAX_FILES_BYTES = 80 << 20
 """Agents send at most 64 MiB of files, and a little around them."""
 
+MERGED_BYTES = 8 * PIECE_BLOCKS
+"""Keys of changes that are applied together; more would be copied together for nothing."""
+
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 Wire = TypeVar("Wire")
 
@@ -88,6 +91,7 @@ class ReportStream:
         self._on_fetch = on_fetch
         self._parts: list[Snapshot] = []
         self._changes: list[Change] = []
+        self._taken_up = 0
         self._epoch = -1
         self._seq = -1
         self._verified = False
@@ -227,10 +231,13 @@ class ReportStream:
         if self._changes and (type(change), change.tier) != (type(self._changes[0]), self._changes[0].tier):
             await self._flush()
         self._changes.append(change)
+        self._taken_up += len(change.keys)
+        if self._taken_up > MERGED_BYTES:
+            await self._flush()
 
     async def _flush(self) -> None:
         """Applies what was taken up, a few milliseconds' worth at a time, with others' turns in between."""
-        changes, self._changes = self._changes, []
+        changes, self._changes, self._taken_up = self._changes, [], 0
         if not changes:
             return
         tier = changes[0].tier
@@ -257,7 +264,7 @@ class ReportStream:
         if self._replica.reporting or self._replica.agent_error != why:
             log.warning("reports of %s lost: %s", self._replica.id, why)
         self.losses[kind] = self.losses.get(kind, 0) + 1
-        self._parts, self._changes = [], []
+        self._parts, self._changes, self._taken_up = [], [], 0
         self._set_reporting(False, why)
         await self._empty()
 

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 
-from gateway.placement.column import Column, Keys, Places, Rows
+from gateway.placement.column import Column, Flags, Keys, Places, Rows
 
 _LANE_BITS = 4
 LANES = 1 << _LANE_BITS
@@ -147,12 +147,13 @@ class KeyTable:
         fresh = count - again
         assert self.top + fresh - 1 <= self.capacity, "no room was made"
         self._freed -= again
-        used = self._free.values[self._freed : self._freed + again]
+        # What was freed tail first is used head first, so that a chain has ascending rows again.
+        used = np.sort(self._free.values[self._freed : self._freed + again])
         self.top += fresh
         new = np.arange(self.top - fresh, self.top, dtype=np.uint32)
         if not again:
             return new
-        return np.concatenate((used, new)) if fresh else used.copy()
+        return np.concatenate((used, new)) if fresh else used
 
     def _release(self, rows: Rows) -> None:
         self.keys.values[rows] = 0
@@ -230,7 +231,7 @@ class _Buckets:
     def find(self, keys: Keys) -> tuple[Rows, Places]:
         """Row and slot of every key; row 0 for one that is not here."""
         home, tags = self._homes(keys)
-        slots = (home << _LANE_BITS) + (self._lines.take(home, axis=0) == tags[:, None]).argmax(axis=1)
+        slots = (home << _LANE_BITS) + _first_lane(self._lines.take(home, axis=0) == tags[:, None])
         rows = self._rows.take(slots)
         hit = self._column.values.take(rows) == keys
         at: Places | None = None
@@ -248,7 +249,7 @@ class _Buckets:
             if not at.size:
                 break
             home, tags = home.take(miss) + 1 & self.last, tags.take(miss)
-            found = (home << _LANE_BITS) + (self._lines.take(home, axis=0) == tags[:, None]).argmax(axis=1)
+            found = (home << _LANE_BITS) + _first_lane(self._lines.take(home, axis=0) == tags[:, None])
             rows[at] = again = self._rows.take(found)
             slots[at] = found
             hit = self._column.values.take(again) == keys.take(at)
@@ -283,7 +284,7 @@ class _Buckets:
         while rows.size:
             wanted = lanes
             if wanted is None:
-                wanted = (self._lines.take(home, axis=0) == 0).argmax(axis=1)
+                wanted = _first_lane(self._lines.take(home, axis=0) == 0)
             slots = (home << _LANE_BITS) + wanted
             full = self._flat.take(slots) != 0
             if np.count_nonzero(full):
@@ -345,3 +346,15 @@ class _Buckets:
         tags = (hashes >> _TAG_SHIFT).astype(np.uint16)
         tags |= _ODD
         return (hashes >> self._shift).view(np.int64), tags
+
+
+def _first_lane(lanes: Flags) -> Places:
+    """The first lane of each bucket that is set, 0 where none is."""
+    if len(lanes) < 500:
+        first: Places = lanes.argmax(axis=1)
+        return first
+    lowest: Places = _LOWEST.take(np.packbits(lanes, bitorder="little").view("<u2"))
+    return lowest
+
+
+_LOWEST = np.array([max(0, (bits & -bits).bit_length() - 1) for bits in range(1 << LANES)])

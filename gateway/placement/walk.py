@@ -95,14 +95,17 @@ class Chain:
                 length = run.size
             self._parts.append(slice(row, row + length))
             begin += length
-            if length < SCATTERED and begin + SCATTERED < count:
-                rows = table.find(keys[begin : begin + BATCH])
-                length = int((rows == 0).argmax()) if np.count_nonzero(rows) != rows.size else rows.size
-                if length:
-                    self._parts.append(rows[:length])
-                begin += length
-                if length < rows.size:
-                    break
+            batch = BATCH
+            while length < SCATTERED and begin + SCATTERED < count:
+                rows = table.find(keys[begin : begin + batch])
+                known = int((rows == 0).argmax()) if np.count_nonzero(rows) != rows.size else rows.size
+                if known:
+                    self._parts.append(rows[:known])
+                begin += known
+                if known < rows.size:
+                    self.length = begin
+                    return
+                batch *= 4
         self.length = begin
 
 
