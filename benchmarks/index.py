@@ -1,0 +1,512 @@
+"""The index: how fast, how large, and against other structures on the same blocks.
+
+    python benchmarks/index.py [--blocks 1000000] [--peers DIR] [--out benchmarks/results/index.jsonl]
+    python benchmarks/index.py --only bound --prompts 1000000
+
+CPU time of one process; compare within one run. Blocks are chains of 6,250 random keys, each held by two of 8 replicas.
+
+stream    every chain stored by its two holders in events of 125 blocks, matched, and a fifth of them removed, tails
+          first: as messages through a report stream's decoding, where what arrives in one piece (64 KiB) is applied at
+          once
+index     the same event by event into the index alone, with arrays as keys
+ledger    as `index`, with a ledger that listens
+dynamo    the same events, as JSON, into Dynamo's RadixTree, where DIR has `ai-dynamo-runtime`
+tables    the key table alone against a dict, linear probing in one array, and, where DIR has it, `hirola`
+walk      `match` by length of the prompt, against the dicts of int masks of `tests/naive_index.py`
+large     10 M blocks: bytes for each, the slowest piece; 1,000 replicas
+pieces    a snapshot of 1 M blocks, its loss and the report on shared prefixes: how long each holds the event loop
+bound     unique prompts of 8k tokens until the bound holds
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from gateway.duplication.ledger import Ledger
+from gateway.fleet.replica import Replica
+from gateway.fleet.report_stream import ReportStream
+from gateway.placement.column import Keys
+from gateway.placement.index import PrefixIndex
+from gateway.placement.key_table import KeyTable
+from gateway.settings import ReplicaSettings
+from kvstore.messages import Delta, FrameReader, Heartbeat, Removed, Snapshot, Stored, Tier, encode_frame
+
+LENGTH = 6_250
+EVENT = 125
+REPLICAS = [f"replica-{i}" for i in range(8)]
+CHUNK = 1 << 16
+
+
+def chains(blocks: int) -> Keys:
+    """Rows of 6,250 keys."""
+    keys = np.random.default_rng(1).integers(1, 1 << 63, (max(1, blocks // LENGTH), LENGTH), dtype=np.int64)
+    return keys.astype(np.uint64)
+
+
+def holders(count: int) -> list[list[int]]:
+    """Which two replicas hold each chain."""
+    rng = np.random.default_rng(2)
+    return [rng.choice(len(REPLICAS), 2, replace=False).tolist() for _ in range(count)]
+
+
+def events(keys: Keys) -> Iterator[tuple[Keys, Keys]]:
+    """Keys and parents, 125 at a time."""
+    parents = np.concatenate((np.zeros(1, np.uint64), keys[:-1]))
+    for begin in range(0, keys.size, EVENT):
+        yield keys[begin : begin + EVENT], parents[begin : begin + EVENT]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def timed(work: Callable[[], object], rounds: int = 1) -> float:
+    """CPU seconds of one call."""
+    begin = time.process_time()
+    for _ in range(rounds):
+        work()
+    return (time.process_time() - begin) / rounds
+
+
+def fresh(limit: int = 1 << 30, ledger: bool = False) -> PrefixIndex:
+    index = PrefixIndex(limit)
+    told = Ledger(index) if ledger else None
+    for replica in REPLICAS:
+        index.add_replica(replica)
+        if told is not None:
+            told.register(replica, "m", 1 << 20, 16)
+    return index
+
+
+def figures(stored: float, placements: int, removed: float, removals: int, match: float, size: float) -> dict[str, Any]:
+    return {
+        "store_per_s": round(placements / stored),
+        "remove_per_s": round(removals / removed),
+        "match_us": round(match * 1e6, 1),
+        "bytes_per_block": round(size, 1),
+    }
+
+
+# events
+
+
+def index_alone(all_chains: Keys, held: list[list[int]], ledger: bool) -> dict[str, Any]:
+    before = resident()
+    index = fresh(ledger=ledger)
+    placements = 2 * all_chains.size
+
+    def store() -> None:
+        for keys, ours in zip(all_chains, held, strict=True):
+            for replica in ours:
+                for some, parents in events(keys):
+                    index.store(REPLICAS[replica], Tier.HBM, some, parents)
+
+    def remove() -> None:
+        for keys, ours in zip(gone, held, strict=False):
+            for replica in ours:
+                for some, _ in reversed(list(events(keys))):
+                    index.remove(REPLICAS[replica], Tier.HBM, some[::-1].copy())
+
+    stored = timed(store)
+    size = (resident() - before) / all_chains.size
+    units = dict.fromkeys(REPLICAS, 1)
+    prompt = iter(np.tile(all_chains, (20, 1)))
+    match = timed(lambda: index.match(next(prompt), units), 100)
+    gone = all_chains[: max(1, len(all_chains) // 5)]
+    removed = timed(remove)
+    return figures(stored, placements, removed, 2 * gone.size, match, size)
+
+
+class Streams:
+    """Report streams without their connections: frames in, index changed."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        client = httpx.AsyncClient()
+        self.streams = [
+            ReportStream(
+                Replica(ReplicaSettings(id=replica, engine="http://127.0.0.1:1", agent="http://127.0.0.1:1")),
+                httpx.URL("http://127.0.0.1:1"),
+                index,
+                client,
+                token="",
+                route_seed=0,
+                on_hello=lambda *_: None,
+                on_model_files=nothing,
+                on_fetch=lambda _: None,
+            )
+            for replica in REPLICAS
+        ]
+
+    async def feed(self, replica: int, data: bytes) -> None:
+        """As `ReportStream` does with what arrives, a chunk at a time."""
+        reader, stream = FrameReader(), self.streams[replica]
+        for begin in range(0, len(data), CHUNK):
+            for report in reader.feed(data[begin : begin + CHUNK]):
+                await stream._apply(report)
+            await stream._flush()
+
+
+async def nothing(*_: object) -> None:
+    """Takes the model's files."""
+
+
+def beat(seq: int, digest: int) -> Heartbeat:
+    return msgspec.structs.replace(BEAT, seq=seq, digest=digest)
+
+
+BEAT = Heartbeat(
+    epoch=1,
+    seq=0,
+    engine_up=True,
+    running=0,
+    waiting=0,
+    queued_prefill_tokens=0,
+    prefill_tokens_per_s=None,
+    kv_usage=0.0,
+    capacity_blocks=0,
+    blocks=0,
+    digest=0,
+)
+
+
+def snapshot(tier: Tier, keys: Keys, parents: Keys, part: int = 0, parts: int = 1) -> Snapshot:
+    return Snapshot(epoch=1, seq=0, part=part, parts=parts, tier=tier, keys=keys.tobytes(), parents=parents.tobytes())
+
+
+def through_streams(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
+    before = resident()
+    index = fresh(ledger=True)
+    streams = Streams(index)
+    none = np.zeros(0, np.uint64)
+    seqs = [0] * len(REPLICAS)
+    first = encode_frame(snapshot(Tier.HBM, none, none)) + encode_frame(beat(0, 0))
+
+    def frames(rows: Keys, gone: bool) -> list[bytearray]:
+        sent = [bytearray() for _ in REPLICAS]
+        for keys, ours in zip(rows, held, strict=False):
+            for replica in ours:
+                told = list(events(keys))
+                for some, parents in reversed(told) if gone else told:
+                    seqs[replica] += 1
+                    change: Removed | Stored = Removed(tier=Tier.HBM, keys=some[::-1].tobytes())
+                    if not gone:
+                        change = Stored(tier=Tier.HBM, keys=some.tobytes(), parents=parents.tobytes())
+                    sent[replica] += encode_frame(Delta(epoch=1, seq=seqs[replica], changes=[change]))
+        return sent
+
+    async def feed(sent: list[bytearray]) -> None:
+        for replica, data in enumerate(sent):
+            await streams.feed(replica, bytes(data))
+
+    asyncio.run(feed([bytearray(first) for _ in REPLICAS]))
+    stored_frames = frames(all_chains, gone=False)
+    prepared = resident() - before
+    stored = timed(lambda: asyncio.run(feed(stored_frames)))
+    size = (resident() - before - prepared) / all_chains.size
+    units = dict.fromkeys(REPLICAS, 1)
+    prompt = iter(np.tile(all_chains, (20, 1)))
+    match = timed(lambda: index.match(next(prompt), units), 100)
+    gone = all_chains[: max(1, len(all_chains) // 5)]
+    removed_frames = frames(gone, gone=True)
+    removed = timed(lambda: asyncio.run(feed(removed_frames)))
+    return figures(stored, 2 * all_chains.size, removed, 2 * gone.size, match, size)
+
+
+def dynamo(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
+    from dynamo._core import RadixTree  # type: ignore[import-not-found]
+
+    def event(number: int, data: dict[str, Any]) -> bytes:
+        return msgspec.json.encode({"event_id": number, "data": data})
+
+    stores, removals = [], []
+    for at, (keys, ours) in enumerate(zip(all_chains, held, strict=True)):
+        for replica in ours:
+            for some, parents in events(keys):
+                ids = some.tolist()
+                blocks = [{"block_hash": key, "tokens_hash": key ^ 1} for key in ids]
+                parent = int(parents[0]) or None
+                stored = {"stored": {"parent_hash": parent, "blocks": blocks}}
+                stores.append((replica, event(len(stores), stored)))
+        for replica in ours if at < max(1, len(all_chains) // 5) else ():
+            for some, _ in reversed(list(events(keys))):
+                removals.append((replica, event(len(removals), {"removed": {"block_hashes": some[::-1].tolist()}})))
+    before = resident()
+    tree = RadixTree()
+
+    def apply(told: list[tuple[int, bytes]]) -> None:
+        for replica, data in told:
+            tree.apply_event(replica, data)
+
+    stored_s = timed(lambda: apply(stores))
+    tree.find_matches([1])
+    size = (resident() - before) / all_chains.size
+    prompts = iter([[key ^ 1 for key in keys.tolist()] for keys in all_chains[:5]] * 20)
+    match = timed(lambda: tree.find_matches(next(prompts)), 100)
+    removed_s = timed(lambda: apply(removals))
+    return figures(stored_s, 2 * all_chains.size, removed_s, len(removals) * EVENT, match, size)
+
+
+# tables
+
+
+def tables(blocks: int, peers: bool) -> Iterator[dict[str, Any]]:
+    """Nanoseconds a key, in batches of 125 and of 4,096: add, find again, take out."""
+    flat = chains(blocks).reshape(-1)
+    for batch in (EVENT, 4_096):
+        parts = [flat[begin : begin + batch] for begin in range(0, flat.size, batch)]
+        yield from _tables(batch, parts, flat.size, peers)
+
+
+def _tables(batch: int, parts: list[Keys], keys: int, peers: bool) -> Iterator[dict[str, Any]]:
+    def race(what: str, inputs: list[Any], *steps: Callable[[Any], object]) -> dict[str, Any]:
+        names = ("add_ns", "find_ns", "drop_ns")
+        took = [timed(lambda do=step: [do(part) for part in inputs]) for step in steps]
+        figures = {name: round(each / keys * 1e9) for name, each in zip(names, took, strict=False)}
+        return {"table": what, "batch": batch} | figures
+
+    table = KeyTable(keys + 1)
+    yield race("key table", parts, table.add, table.find, lambda part: table.drop(*table.locate(part)))
+    rows: dict[int, int] = {}
+    yield race(
+        "dict",
+        [part.tolist() for part in parts],
+        lambda part: [rows.setdefault(key, len(rows)) for key in part],
+        lambda part: [rows.get(key) for key in part],
+        lambda part: [rows.pop(key, None) for key in part],
+    )
+    probing = LinearProbing(keys)
+    yield race("linear probing, sized beforehand", parts, probing.add, probing.find)
+    if peers:
+        from hirola import HashTable  # type: ignore[import-not-found]
+
+        hirola = HashTable(int(keys * 1.8), np.uint64)
+        yield race("hirola, sized beforehand", parts, hirola.add, hirola.get)
+
+
+class LinearProbing:
+    """Keys in one array of twice their number, sized beforehand, all keys of a batch a step further at a time."""
+
+    def __init__(self, keys: int) -> None:
+        self.keys = np.zeros(1 << (2 * keys - 1).bit_length(), np.uint64)
+        self.last = self.keys.size - 1
+
+    def find(self, keys: Keys) -> np.ndarray:
+        """The slot of every key, or the empty one where it would be."""
+        at = (keys & np.uint64(self.last)).view(np.int64)
+        found, todo = at.copy(), np.arange(keys.size)
+        while todo.size:
+            there = self.keys.take(at)
+            done = (there == keys) | (there == 0)
+            found[todo[done]] = at[done]
+            todo, keys, at = todo[~done], keys[~done], at[~done] + 1 & self.last
+        return found
+
+    def add(self, keys: Keys) -> None:
+        """Of keys that want one slot the last gets it; the others look again."""
+        while keys.size:
+            at = self.find(keys)
+            empty = self.keys.take(at) == 0
+            self.keys[at[empty]] = keys[empty]
+            keys = keys[self.keys.take(at) != keys]
+
+
+# walks
+
+
+def walk() -> Iterator[dict[str, Any]]:
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    from array import array
+
+    from naive_index import NaiveIndex  # type: ignore[import-not-found]
+
+    rng = np.random.default_rng(3)
+    units = dict.fromkeys(REPLICAS, 1)
+    for blocks in (1, 8, 24, 64, 512, LENGTH):
+        keys = array("Q", rng.integers(1, 1 << 63, blocks, dtype=np.int64).tolist())
+        held = keys[: -(-blocks * 3 // 4)]
+        told: dict[str, Any] = {"walk_blocks": blocks}
+        for name, index in (("index_us", fresh(16 << 20)), ("dict_us", NaiveIndex())):
+            for at, replica in enumerate(REPLICAS):
+                index.add_replica(replica)
+                some = held if at == 4 else held[: -(-blocks // 4)]
+                index.store(replica, Tier.HBM, some, [0, *some[:-1]])
+            told[name] = round(min(timed(lambda i=index, k=keys: i.match(k, units), 200) for _ in range(5)) * 1e6, 1)
+        yield told
+    # Two chains stored in turns of one block each: no two blocks of a chain have consecutive rows.
+    index = fresh(16 << 20)
+    pair = chains(2 * LENGTH)
+    mixed = pair.T.reshape(-1)
+    index.store(REPLICAS[0], Tier.HBM, mixed, np.zeros(mixed.size, np.uint64))
+    scattered = min(timed(lambda: index.match(pair[0], units), 50) for _ in range(5))
+    yield {"walk_blocks": LENGTH, "scattered_us": round(scattered * 1e6, 1)}
+
+
+# size and pieces
+
+
+def large() -> Iterator[dict[str, Any]]:
+    for count, replicas in ((10_000_000, 64), (1_000_000, 1_000)):
+        before = resident()
+        index = PrefixIndex(2 << 30)
+        for i in range(replicas):
+            index.add_replica(f"replica-{i}")
+        rng = np.random.default_rng(4)
+        took: list[float] = []
+        for at in range(0, count, 8_192):
+            keys = rng.integers(1, 1 << 63, 8_192, dtype=np.int64).astype(np.uint64)
+            for again in range(2):
+                begin = time.process_time()
+                index.store(f"replica-{(at // 8_192 * 7 + again * 31) % replicas}", Tier.HBM, keys, keys)
+                took.append(time.process_time() - begin)
+        yield {
+            "large_blocks": len(index),
+            "replicas": replicas,
+            "bytes_per_block": round(index.nbytes / len(index), 1),
+            "resident_per_block": round((resident() - before) / len(index), 1),
+            "store_per_s": round(2 * len(index) / sum(took)),
+            "worst_piece_ms": round(max(took) * 1e3, 1),
+            "evicted": index.evicted_blocks,
+        }
+        del index
+
+
+def pieces(blocks: int) -> dict[str, Any]:
+    """The longest the event loop is held, in CPU ms, while a snapshot is applied and lost again; a ledger listens."""
+    index = fresh(ledger=True)
+    streams = Streams(index)
+    keys = chains(blocks).reshape(-1)
+    parts = -(-keys.size // 65_536)
+    data = b"".join(
+        encode_frame(snapshot(Tier.HBM, part, part, number, parts))
+        for number, part in enumerate(keys[at : at + 65_536] for at in range(0, keys.size, 65_536))
+    )
+    data += encode_frame(beat(0, int(np.add.reduce(keys))))
+
+    async def run() -> tuple[float, float]:
+        longest: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                begin = time.process_time()
+                await asyncio.sleep(0)
+                longest.append(time.process_time() - begin)
+
+        watching = asyncio.create_task(watch())
+        await asyncio.sleep(0)
+        await streams.feed(0, data)
+        assert index.held_blocks(REPLICAS[0]) == keys.size
+        snapshot_s = max(longest)
+        longest.clear()
+        await streams.streams[0]._lost("benchmark", "reports")
+        await asyncio.sleep(0)
+        assert len(index) == 0
+        watching.cancel()
+        return snapshot_s, max(longest)
+
+    times: list[tuple[float, float]] = []
+    taken = timed(lambda: times.append(asyncio.run(run())))
+    ((applied, lost),) = times
+    return {
+        "pieces_blocks": keys.size,
+        "snapshot_longest_ms": round(applied * 1e3, 1),
+        "loss_longest_ms": round(lost * 1e3, 1),
+        "both_s": round(taken, 2),
+    }
+
+
+def bound(prompts: int, limit: int) -> dict[str, Any]:
+    """Unique prompts of 512 blocks from 8 replicas that never remove anything, a ledger listening."""
+    before = resident()
+    index = fresh(limit, ledger=True)
+    rng = np.random.default_rng(5)
+    most = 0
+    generated = stored = 0.0
+    for at in range(prompts):
+        begin = time.process_time()
+        keys = rng.integers(1, 1 << 63, 512, dtype=np.int64).astype(np.uint64)
+        generated += time.process_time() - begin
+        stored += timed(lambda k=keys, r=REPLICAS[at % 8]: index.store(r, Tier.HBM, k, k))
+        if at % 256 == 0:
+            most = max(most, resident() - before)
+    return {
+        "bound_prompts": prompts,
+        "limit_bytes": limit,
+        "most_resident": most,
+        "index_bytes": index.nbytes,
+        "blocks": len(index),
+        "evicted": index.evicted_blocks,
+        "store_per_s": round(prompts * 512 / stored),
+    }
+
+
+def run(only: set[str], blocks: int, prompts: int, peers: bool) -> Iterator[dict[str, Any]]:
+    if only & {"stream", "index", "ledger", "dynamo"}:
+        rows = chains(blocks)
+        held = holders(len(rows))
+        if "stream" in only:
+            yield {"events": "stream"} | through_streams(rows, held)
+        if "index" in only:
+            yield {"events": "index"} | index_alone(rows, held, ledger=False)
+        if "ledger" in only:
+            yield {"events": "ledger"} | index_alone(rows, held, ledger=True)
+        if "dynamo" in only and peers:
+            yield {"events": "dynamo"} | dynamo(rows, held)
+    if "tables" in only:
+        yield from tables(blocks, peers)
+    if "walk" in only:
+        yield from walk()
+    if "large" in only:
+        yield from large()
+    if "pieces" in only:
+        yield pieces(blocks)
+    if "bound" in only:
+        yield bound(prompts, 256 << 20)
+
+
+def main() -> None:
+    """Prints one JSON object a line, and adds them to a file of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="stream,index,ledger,dynamo,tables,walk,large,pieces,bound")
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--prompts", type=int, default=20_000)
+    parser.add_argument("--peers", type=Path, help="where ai-dynamo-runtime and hirola were installed with --no-deps")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.within:  # each part in a process of its own, or memory that one gave back would be the next one's
+        for part in options.only.split(","):
+            command = [sys.executable, __file__, *sys.argv[1:], "--only", part, "--within"]
+            subprocess.run(command, check=True, env=os.environ | {"DYN_LOG": "error"})
+        return
+    if options.peers:
+        sys.path.append(str(options.peers))
+    where = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "host": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
+    }
+    for told in run({options.only}, options.blocks, options.prompts, options.peers is not None):
+        print(json.dumps(told), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(told | where) + "\n")
+
+
+if __name__ == "__main__":
+    main()
