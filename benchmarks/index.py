@@ -41,6 +41,7 @@ import numpy as np
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
+from gateway.placement.blocks import PIECE_BLOCKS
 from gateway.placement.column import Keys
 from gateway.placement.index import PrefixIndex
 from gateway.placement.key_table import KeyTable
@@ -369,11 +370,11 @@ def large() -> Iterator[dict[str, Any]]:
             index.add_replica(f"replica-{i}")
         rng = np.random.default_rng(4)
         took: list[float] = []
-        for at in range(0, count, 8_192):
-            keys = rng.integers(1, 1 << 63, 8_192, dtype=np.int64).astype(np.uint64)
+        for at in range(0, count, PIECE_BLOCKS):
+            keys = rng.integers(1, 1 << 63, PIECE_BLOCKS, dtype=np.int64).astype(np.uint64)
             for again in range(2):
                 begin = time.process_time()
-                index.store(f"replica-{(at // 8_192 * 7 + again * 31) % replicas}", Tier.HBM, keys, keys)
+                index.store(f"replica-{(at // PIECE_BLOCKS * 7 + again * 31) % replicas}", Tier.HBM, keys, keys)
                 took.append(time.process_time() - begin)
         yield {
             "large_blocks": len(index),

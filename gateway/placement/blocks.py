@@ -15,8 +15,8 @@ ROW_BYTES = 8 + 4 + 8 + 4
 """Key, place among the free rows, parent and stamp of one block; each word of holder sets is 8 more."""
 SWEEP_ROWS = 262_144
 """Rows that are looked through at a time for those of one replica: 0.3 ms (`benchmarks/index.py`)."""
-PIECE_BLOCKS = 8_192
-"""More blocks than this are changed in pieces; one takes 1-3 ms (`benchmarks/index.py`)."""
+PIECE_BLOCKS = 4_096
+"""More blocks than this are changed in pieces; one takes 0.5-2 ms (`benchmarks/index.py`)."""
 LEAST_ROWS = 4 * PIECE_BLOCKS
 SAMPLE = 8
 """One block is evicted of so many that were looked at."""

@@ -216,10 +216,12 @@ class _Buckets:
         self.slots = LANES << bits
         self.used = 0
         self._shift = np.uint64(64 - bits)
-        self._flat = np.zeros(self.slots + LANES, np.uint16)  # the last bucket is where `put` writes what has no place
+        # One bucket more, where `put` writes what has no place. Not numpy's own memory: it asks for huge pages, and the
+        # first batch of keys into a new table of millions would wait for all of them.
+        self._flat = Column(np.uint16, self.slots + LANES).values
         self._lines = self._flat.reshape(-1, LANES)
-        self._rows = np.zeros(self.slots + LANES, np.uint32)
-        self._spilled = np.zeros(self.last + 1, np.bool_)
+        self._rows = Column(np.uint32, self.slots + LANES).values
+        self._spilled = Column(np.bool_, self.last + 1).values
         self._spills = 0
         self._shift_one, self._tag_bytes = 64 - bits, self._flat.data
         self._row_at, self._spilled_at = self._rows.data, self._spilled.data
