@@ -104,7 +104,9 @@ class Blocks:
         return None if np.count_nonzero(first) == rows.size else first
 
     def stamp(self, chain: Chain) -> None:
-        """As `use`, for a chain that a placement makes use of."""
+        """As `use`, for a chain that a placement makes use of; not as long as there is room for as much again."""
+        if self.table.room > len(self.table):
+            return
         chain.stamp(self._stamps, self.tick(chain.length))
 
     # holders

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from gateway.placement.holders import WORD, words
-from gateway.placement.holdings import Holdings
+from gateway.placement.holdings import DEFAULT_BYTES, Holdings
 from gateway.placement.walk import Chain, Runs, ends
 from kvstore.messages import Tier
 
@@ -25,6 +25,21 @@ class PrefixIndex(Holdings):
     a sample of `SAMPLE` times as many), for all their holders, and counts them: it then knows less than was reported,
     never more. Digests are those of all that was reported.
     """
+
+    def __init__(self, limit_bytes: int = DEFAULT_BYTES) -> None:
+        super().__init__(limit_bytes)
+        self._asked: dict[str, int] = {}
+        self._grouped: dict[int, dict[int, int]] = {}
+
+    def add_replica(self, replica: str) -> None:
+        """Makes a replica known, holding nothing; one that is known keeps what it holds."""
+        super().add_replica(replica)
+        self._asked, self._grouped = {}, {}
+
+    def remove_replica(self, replica: str) -> None:
+        """Forgets a replica and everything it holds; one that is not known is no error."""
+        super().remove_replica(replica)
+        self._asked, self._grouped = {}, {}
 
     def match(self, keys: Sequence[int], block_units: Mapping[str, int], *, use: bool = False) -> dict[str, int]:
         """The longest prefix each replica holds in HBM, in units; replicas that hold none are left out.
@@ -72,13 +87,18 @@ class PrefixIndex(Holdings):
         return found
 
     def _groups(self, block_units: Mapping[str, int]) -> dict[int, dict[int, int]]:
-        """Words of the known replicas, by their block size in units."""
+        """Words of the known replicas, by their block size in units. One fleet is asked for again and again."""
+        if block_units == self._asked:
+            return self._grouped
         groups: dict[int, int] = {}
         for replica, units in block_units.items():
             share = self._shares.get(replica)
             if share is not None:
                 groups[units] = groups.get(units, 0) | share.bit
-        return {units: words(mask) for units, mask in groups.items()}
+        grouped = {units: words(mask) for units, mask in groups.items()}
+        if len(block_units) > 1:
+            self._asked, self._grouped = dict(block_units), grouped
+        return grouped
 
     def _note(self, found: dict[str, int], word: int, mask: int, position: int) -> None:
         if position:
