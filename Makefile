@@ -49,6 +49,7 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/identity.py
+	$(BIN)/python benchmarks/index.py
 	$(BIN)/prefix-gateway bench transfer
 
 clean:
