@@ -58,6 +58,11 @@ class Blocks:
 
     # room
 
+    @property
+    def half_full(self) -> bool:
+        """Whether it matters what is used: as long as there is room for as much again nothing is evicted soon."""
+        return self.table.room < len(self.table)
+
     def fit(self, spare_bytes: int) -> Rows:
         """Lowers the bound on rows to what the planes leave room for beside `spare_bytes` for others.
 
@@ -104,9 +109,7 @@ class Blocks:
         return None if np.count_nonzero(first) == rows.size else first
 
     def stamp(self, chain: Chain) -> None:
-        """As `use`, for a chain that a placement makes use of; not as long as there is room for as much again."""
-        if self.table.room > len(self.table):
-            return
+        """As `use`, for a chain that a placement makes use of."""
         chain.stamp(self._stamps, self.tick(chain.length))
 
     # holders

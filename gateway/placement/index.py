@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from gateway.placement.holders import WORD, words
 from gateway.placement.holdings import DEFAULT_BYTES, Holdings
-from gateway.placement.walk import Chain, Runs, ends
+from gateway.placement.walk import SHORT, Chain, Runs, ends, short_ends
 from kvstore.messages import Tier
 
 
@@ -49,11 +49,19 @@ class PrefixIndex(Holdings):
         replicas of a block size. With `use` it is a placement's: what it found is evicted later than what is older.
         """
         found: dict[str, int] = {}
+        table, planes = self._blocks.table, self._blocks.planes
+        use = use and self._blocks.half_full
         for units, masks in self._groups(block_units).items():
-            chain = Chain(self._blocks.table, keys if units == 1 else keys[units - 1 :: units])
+            asked = keys if units == 1 else keys[units - 1 :: units]
+            if len(asked) <= SHORT and not use:
+                for word, mask in masks.items():
+                    if (plane := planes.get((Tier.HBM, word))) is not None:
+                        for blocks, gone in short_ends(table, plane, asked, mask):
+                            self._note(found, word, gone, blocks * units)
+                continue
+            chain = Chain(table, asked)
             for word, mask in masks.items():
-                held = chain.masks(self._blocks.planes.get((Tier.HBM, word)))
-                for blocks, gone in ends(held, mask):
+                for blocks, gone in ends(chain.masks(planes.get((Tier.HBM, word))), mask):
                     self._note(found, word, gone, blocks * units)
             if use:
                 self._blocks.stamp(chain)

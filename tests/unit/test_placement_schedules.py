@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from naive_index import NaiveIndex
 
-from gateway.placement import blocks, holdings, walk
+from gateway.placement import blocks, holdings, index, walk
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import ROOT_PARENT, Tier
 
@@ -168,7 +168,8 @@ def test_any_schedule_gives_what_dicts_give(chunk, monkeypatch, request):
         rng = random.Random(seed)
         monkeypatch.setattr(holdings, "PIECE_BLOCKS", rng.choice([3, 8_192]))
         monkeypatch.setattr(blocks, "SWEEP_ROWS", rng.choice([5, 262_144]))
-        monkeypatch.setattr(walk, "SHORT", rng.choice([0, 24]))
+        for module in (index, walk):
+            monkeypatch.setattr(module, "SHORT", rng.choice([0, 24]))
         monkeypatch.setattr(walk, "FEW", rng.choice([0, 96]))
         # Keys of few bits come more than once in a chain, and after different blocks.
         schedule = Schedule(seed, 16 << 20, longest=40, sizes=(1, 1, 2, 4), bits=rng.choice([6, 64]))
@@ -185,7 +186,8 @@ def test_at_the_bound_it_is_what_was_reported_less_what_it_said_it_evicted(chunk
     monkeypatch.setattr(blocks, "LEAST_ROWS", 64)
     evicted = 0
     for seed in _seeds(chunk, request.config.getoption("--slow")):
-        monkeypatch.setattr(walk, "SHORT", random.Random(seed).choice([0, 24]))
+        for module in (index, walk):
+            monkeypatch.setattr(module, "SHORT", random.Random(seed).choice([0, 24]))
         schedule = Schedule(seed, 17 << 10, longest=60, sizes=(1,), bits=64)
         schedule.run(steps=20, evicts=True)
         schedule.compare()
