@@ -14,7 +14,7 @@ from kvstore.messages import Tier, digest_of
 
 LEAST_BYTES = 16 << 20
 DEFAULT_BYTES = 1 << 30
-EVICTED_BLOCKS = 1_024
+EVICTED_BLOCKS = 4_096
 """Blocks that are evicted at a time, at least."""
 
 
