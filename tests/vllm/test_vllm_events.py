@@ -137,10 +137,18 @@ async def test_a_reset_that_a_busy_engine_refuses_forgets_nothing(server: VllmSe
     async with following(server) as followed:
         prompt = prompt_of(1, 2, 3, extra=1)
         await followed.engine.compute(prompt, followed.mirror)
-        busy = asyncio.create_task(followed.engine.complete(prompt, max_tokens=600, ignore_eos=True))
-        await until(lambda: followed.replica.engine_state().metrics.running == 1, "it is seen at work")
+        refused = asyncio.Event()
+
+        async def keep_busy() -> None:
+            while not refused.is_set():
+                await followed.engine.complete(prompt, max_tokens=300, ignore_eos=True)
+
+        # More than one, so that one runs while another one is between two requests.
+        busy = [asyncio.create_task(keep_busy()) for _ in range(3)]
+        await until(lambda: followed.replica.engine_state().metrics.running == 3, "it is seen at work")
         assert not await followed.engine.reset()
-        await busy
+        refused.set()
+        await asyncio.gather(*busy)
         beats = followed.mirror.verified
         await until(lambda: followed.mirror.verified > beats + 30)
         assert set(keys_of(prompt)) <= followed.mirror.hbm

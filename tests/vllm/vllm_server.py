@@ -137,7 +137,7 @@ class VllmServer:
         assert self._process is not None, "not started"
         deadline = time.monotonic() + timeout_s
         while not self._is_healthy():
-            assert self._process.poll() is None, f"vLLM ended with {self._process.returncode}:\n{self.log()}"
+            assert self._process.poll() is None, f"vLLM ended with {self._process.returncode}:\n{self.log(300)}"
             assert time.monotonic() < deadline, f"vLLM not ready within {timeout_s:g} s:\n{self.log()}"
             time.sleep(0.2)
 
