@@ -181,6 +181,16 @@ class _StateCollector(Collector):
         reporting = gauge("reporting", "1 while the agent's reports are followed.")
         sequences = gauge("running_sequences", "Requests of this gateway in flight.")
         tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens in flight before their first token.")
+        gateways = gauge("other_gateways", "Other gateways that the replica's agent hears of.")
+        others = gauge("other_gateways_sequences", "Requests that other gateways have in flight.")
+        other_tokens = gauge("other_gateways_prefill_tokens", "Uncached prompt tokens of other gateways that wait.")
+        outside = gauge("outside_sequences", "Requests that the engine has from no gateway.")
+        announced = CounterMetricFamily(
+            "prefix_gateway_load_announcements", "Times the agent was told of this gateway's load.", labels=["replica"]
+        )
+        unheard = CounterMetricFamily(
+            "prefix_gateway_load_announcement_failures", "Times it could not be.", labels=["replica", "why"]
+        )
         speed = gauge("prefill_tokens_per_second", "Fitted prefill speed.")
         snapshots = CounterMetricFamily("prefix_gateway_report_snapshots", "Snapshots applied.", labels=["replica"])
         losses = CounterMetricFamily(
@@ -192,11 +202,21 @@ class _StateCollector(Collector):
             sequences.add_metric([replica.id], replica.load.sequences)
             tokens.add_metric([replica.id], replica.load.prefill_tokens)
             speed.add_metric([replica.id], self._fleet.speed.of(replica.id))
+            if replica.others.fresh:
+                gateways.add_metric([replica.id], len(replica.others.gateways))
+                others.add_metric([replica.id], replica.others.announced.sequences)
+                other_tokens.add_metric([replica.id], replica.others.announced.prefill_tokens)
+                outside.add_metric([replica.id], replica.others.outside.sequences)
         for stream in self._fleet.streams.values():
             snapshots.add_metric([stream.replica_id], stream.snapshots)
             for why, count in stream.losses.items():
                 losses.add_metric([stream.replica_id, why], count)
+        for announcer in self._fleet.announcers.values():
+            announced.add_metric([announcer.replica_id], announcer.announcements)
+            for why, count in announcer.failures.items():
+                unheard.add_metric([announcer.replica_id, why], count)
         yield from (up, reporting, sequences, tokens, speed, snapshots, losses)
+        yield from (gateways, others, other_tokens, outside, announced, unheard)
 
     def _duplication(self) -> Iterator[Metric]:
         labels = ["model", "tier"]

@@ -33,12 +33,16 @@ _SECRETS = ("agent_token", "engine_api_key")
 
 
 class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the gateway listens: the OpenAI endpoint for clients, and the admin API for operators."""
+    """Where the gateway listens: the OpenAI endpoint for clients, and the admin API for operators.
+
+    `name` is what agents and the other gateways of the deployment know it by; "" is its host's name and port.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
+    name: str = ""
 
 
 class EngineTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,6 +259,8 @@ def _check(settings: Settings) -> None:
         port = getattr(getattr(settings, section), key)
         if not 0 <= port <= 65_535:
             raise SettingsError(f"{section}.{key}: must be between 0 and 65535, got {port}")
+    if settings.listen.name and not _ID.fullmatch(settings.listen.name):
+        raise SettingsError(f"listen.name: {settings.listen.name!r} must be at most 128 letters, digits and . _ : -")
     if not 0 < settings.placement.epsilon < math.inf:
         raise SettingsError(f"placement.epsilon: must be above 0, got {settings.placement.epsilon}")
     if not 0 <= settings.placement.route_seed < 1 << 64:

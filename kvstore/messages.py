@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from enum import IntEnum, StrEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -30,6 +30,9 @@ PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 SNAPSHOT_PART_BLOCKS = 65_536
 ROOT_PARENT = 0
+GATEWAY_NAME = r"^[A-Za-z0-9._:-]{1,128}\Z"
+MAX_GATEWAYS = 64
+"""Gateways that an agent knows at one time."""
 _LENGTH = struct.Struct(">I")
 _MASK = (1 << 64) - 1
 
@@ -147,6 +150,19 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[str, LinkEstimate]
 
 
+class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gateway has placed on a replica and not seen finished (`POST /v1/load`, JSON; and in every heartbeat).
+
+    `gateway` names it and `epoch` its life, so that two of one name are two. `sequences` counts its requests there,
+    `prefill_tokens` those of their uncached prompt tokens whose first token it has not seen.
+    """
+
+    gateway: Annotated[str, msgspec.Meta(pattern=GATEWAY_NAME)]
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    prefill_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    sequences: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """Load of the engine and state of the catalogue, sent at least every 250 ms.
 
@@ -154,7 +170,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     `prefill_tokens_per_s` is fitted from observed prefills, None until there are any; `kv_usage` is the share of blocks
     in use by running requests; `blocks` and `digest` (see `digest_term`) describe what is held after delta `seq`.
     `fetch` is None while no engine has connected to the agent's pool. `kv_events` is whether the agent is connected to
-    the engine's KV events, and `problems` what the agent finds wrong now.
+    the engine's KV events, and `problems` what the agent finds wrong now. `gateways` has the load that each gateway
+    heard of within the last second announced here, the reader's own too; empty from an agent that does not collect it.
     """
 
     epoch: int
@@ -171,6 +188,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     fetch: FetchState | None = None
     kv_events: bool = False
     problems: list[Problem] = []
+    gateways: list[GatewayLoad] = []
 
 
 class FetchOutcome(StrEnum):

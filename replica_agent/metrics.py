@@ -37,6 +37,13 @@ class ReplicaCollector(Collector):
             ("failed_replays", "Replays that the engine did not answer.", counts.failed_replays),
             ("orphans_forgotten", "Blocks without a known chain dropped for want of room.", catalogue.forgotten),
             ("dropped_streams", "Report streams closed because the gateway lagged.", hub.overruns),
+            ("load_announcements", "Loads that gateways announced.", replica.gateways.announcements),
+            (
+                "gateways_forgotten",
+                "Gateways not heard of for a second, and so not counted.",
+                replica.gateways.forgotten,
+            ),
+            ("gateways_refused", "Loads not taken: too many gateways.", replica.gateways.refused),
         ):
             yield CounterMetricFamily(f"replica_agent_{name}", help_text, value=value)
         events = CounterMetricFamily("replica_agent_events", "KV events by type.", labels=["type"])
@@ -54,6 +61,7 @@ class ReplicaCollector(Collector):
             ("unnamed_blocks", "Blocks that cannot be named (images, odd block sizes).", catalogue.unnamed),
             ("epoch", "Epoch in force.", hub.epoch),
             ("streams", "Open report streams.", hub.streams),
+            ("gateways", "Gateways whose load is known.", len(replica.gateways)),
             ("engine_up", "Whether the engine answers.", int(replica.engine_state().up)),
             ("subscribed", "Whether the engine's KV events are connected.", int(subscriber.connected)),
             ("event_lag_seconds", "Age of the last batch when it was applied.", replica.event_lag_s),

@@ -19,6 +19,7 @@ from replica_agent.engine_client import EngineClient, EngineIdentity, EngineWatc
 from replica_agent.errors import EngineSilent, EngineUnreachable, ModelFilesUnavailable
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EventBatch
 from replica_agent.events.subscriber import KvEventSubscriber
+from replica_agent.gateways import Gateways
 from replica_agent.kv.service import KvService
 from replica_agent.load import EngineMetrics
 from replica_agent.model_files import load_geometry, load_model_files
@@ -46,12 +47,14 @@ class Replica:
     def __init__(self, settings: Settings, *, epoch: int | None = None) -> None:
         self.settings = settings
         self.catalogue = Catalogue("", settings.route_seed, max_orphans=settings.max_orphans)
+        self.gateways = Gateways()
         self.hub = ReportHub(
             self.catalogue,
             self._reported_state,
             epoch=time.time_ns() if epoch is None else epoch,
             buffer_bytes=settings.stream_buffer_bytes,
             heartbeat_interval_s=settings.heartbeat_interval_s,
+            gateways=self.gateways.heard,
         )
         self.subscriber = KvEventSubscriber(
             self, settings.kv_events, settings.kv_replay, topic=settings.kv_topic, dp_rank=settings.dp_rank
@@ -150,6 +153,7 @@ class Replica:
     def check(self) -> None:
         """Asserts what must hold in the catalogue and around the pool, now that no event is being taken in."""
         self.catalogue.check()
+        self.gateways.check()
         self._resets.check()
         self._doctor.check()
         if self.kv is not None:

@@ -14,6 +14,7 @@ from kvstore.messages import (
     Delta,
     FetchRecord,
     FetchState,
+    GatewayLoad,
     Heartbeat,
     Problem,
     Snapshot,
@@ -25,6 +26,9 @@ from replica_agent.load import EngineMetrics
 
 DELTA_BLOCKS = 65_536
 """Blocks in one delta at most, so that no frame comes near the protocol's limit."""
+
+ANNOUNCE_S = 0.005
+"""Changes of the gateways' load within this time of a heartbeat share the next one."""
 
 
 class EngineState(msgspec.Struct, frozen=True):
@@ -108,13 +112,17 @@ class ReportHub:
         epoch: int,
         buffer_bytes: int,
         heartbeat_interval_s: float,
+        gateways: Callable[[], list[GatewayLoad]] = list,
     ) -> None:
         self._catalogue = catalogue
         self._engine = engine
+        self._gateways = gateways
         self._buffer_bytes = buffer_bytes
         self._heartbeat_interval_s = heartbeat_interval_s
         self._streams: set[ReportStream] = set()
         self._flush_due = False
+        self._beat_due: asyncio.TimerHandle | None = None
+        self._beaten_at = 0.0
         self._closed = False
         self.epoch = epoch
         self.seq = 0
@@ -151,8 +159,19 @@ class ReportHub:
             changes = self._catalogue.take_changes(DELTA_BLOCKS)
             self._broadcast(Delta(epoch=self.epoch, seq=self.seq, changes=changes))
 
+    def announce(self) -> None:
+        """The gateways' load has changed: a heartbeat follows within `ANNOUNCE_S`, at once if there was none for that
+        long. What happens in one turn of the loop shares it."""
+        if self._beat_due is None:
+            loop = asyncio.get_running_loop()
+            self._beat_due = loop.call_at(self._beaten_at + ANNOUNCE_S, self.beat)
+
     def beat(self) -> None:
         """Sends a heartbeat, behind all changes so far."""
+        if self._beat_due is not None:
+            self._beat_due.cancel()
+            self._beat_due = None
+        self._beaten_at = asyncio.get_running_loop().time()
         self.flush()
         self._broadcast(self._heartbeat())
 
@@ -172,6 +191,8 @@ class ReportHub:
     def close(self) -> None:
         """Ends every stream, now and later."""
         self._closed = True
+        if self._beat_due is not None:
+            self._beat_due.cancel()
         for stream in list(self._streams):
             stream.end()
 
@@ -223,6 +244,7 @@ class ReportHub:
             fetch=engine.fetch,
             kv_events=engine.kv_events,
             problems=engine.problems,
+            gateways=self._gateways(),
         )
 
     def _broadcast(self, message: Delta | Heartbeat | FetchRecord) -> None:

@@ -70,7 +70,8 @@ class AdminApp(FastAPI):
             "blocks": len(self._index),
             "evicted_blocks": self._index.evicted_blocks,
         }
-        return _json({"replicas": replicas, "identity": self._identifier.modes(), "index": index})
+        me = self._fleet.me._asdict()
+        return _json({"gateway": me, "replicas": replicas, "identity": self._identifier.modes(), "index": index})
 
     async def _receipt(self, request_id: str) -> Response:
         receipt = self._receipts.get(request_id)

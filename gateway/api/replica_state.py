@@ -38,6 +38,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "block_bytes": replica.block_bytes,
         "running_sequences": replica.load.sequences,
         "queued_prefill_tokens": replica.load.prefill_tokens,
+        "others": _others(replica, fleet),
         "prefill_tokens_per_s": fleet.speed.of(replica.id),
         "engine_load": _load(replica),
     }
@@ -94,9 +95,27 @@ def _reason(replica: Replica, *prefixes: str) -> str:
     return found[0].message if found else "its agent does not say why"
 
 
+def _others(replica: Replica, fleet: Fleet) -> dict[str, Any]:
+    """The load there that is not this gateway's: by gateway, and of nobody that announces; `state` says it in words."""
+    others, announcer = replica.others, fleet.announcers.get(replica.id)
+    if announcer is None:
+        state = "not known: no agent; taken to be the mean of the other replicas"
+    elif not others.fresh:
+        state = "not known: its agent is not heard of; taken to be the mean of the other replicas"
+    elif announcer.error:
+        state = f"known, but other gateways do not hear of this one's: {announcer.error}"
+    else:
+        state = "known"
+    told: dict[str, Any] = {"state": state, "gateways": [], "outside": None}
+    if others.fresh:
+        told["gateways"] = [msgspec.to_builtins(load) for load in others.gateways]
+        told["outside"] = others.outside._asdict()
+    return told
+
+
 def _load(replica: Replica) -> dict[str, Any] | None:
     """The last heartbeat, without what stands elsewhere."""
     if replica.heartbeat is None or not replica.reporting:
         return None
     told: dict[str, Any] = msgspec.to_builtins(replica.heartbeat)
-    return {name: value for name, value in told.items() if name not in ("problems", "kv_events")}
+    return {name: value for name, value in told.items() if name not in ("problems", "kv_events", "gateways")}

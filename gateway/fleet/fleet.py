@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import socket
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
 from gateway.duplication.ledger import Ledger
+from gateway.fleet.announcer import Announcer
 from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.fetches import Fetches
 from gateway.fleet.model_profiles import ModelProfiles
+from gateway.fleet.others import GatewayId, Load
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
 from gateway.fleet.speed import FleetSpeed
@@ -47,8 +53,10 @@ class Fleet:
         self._health = health
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
         accesses = engine_accesses(settings)
-        self.replicas = {each.id: Replica(each, accesses[each.id]) for each in settings.replicas}
+        self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
+        self.replicas = {each.id: Replica(each, accesses[each.id], self.me) for each in settings.replicas}
         self.streams: dict[str, ReportStream] = {}
+        self.announcers: dict[str, Announcer] = {}
         for replica in self.replicas.values():
             index.add_replica(replica.id)
             if replica.agent is not None:
@@ -63,6 +71,7 @@ class Fleet:
                     on_model_files=profiles.learn,
                     on_fetch=fetches.add,
                 )
+                self.announcers[replica.id] = Announcer(replica, replica.agent, self.me, token=settings.agent_token)
 
     async def run(self) -> None:
         """Watch engines and agents until cancelled."""
@@ -70,6 +79,8 @@ class Fleet:
             group.create_task(self._health.watch(self.replicas.values()), name="engine health")
             for stream in self.streams.values():
                 group.create_task(stream.follow(), name=f"reports {stream.replica_id}")
+            for announcer in self.announcers.values():
+                group.create_task(announcer.run(), name=f"load {announcer.replica_id}")
 
     def models(self) -> dict[str, dict[str, Any]]:
         """The model cards of all engines that are up, by id."""
@@ -99,11 +110,15 @@ class Fleet:
 
     def views(self, model: str, mode: IdentityMode) -> list[ReplicaView]:
         """What the placer is told: how full each replica is, and whose word there is for what it holds."""
+        serving = self.serving(model)
         return [
             replica.view(
-                _claims(replica, mode), self._index.reported_blocks(replica.id, Tier.HBM), self.speed.of(replica.id)
+                _claims(replica, mode),
+                self._index.reported_blocks(replica.id, Tier.HBM),
+                self.speed.of(replica.id),
+                others,
             )
-            for replica in self.serving(model)
+            for replica, others in zip(serving, _others(serving), strict=True)
         ]
 
     def ready(self) -> bool:
@@ -113,6 +128,30 @@ class Fleet:
     def _register(self, replica: Replica, hello: Hello) -> None:
         model = hello.models[0] if hello.models else "unknown"
         self._ledger.register(replica.id, model=model, block_bytes=replica.block_bytes, block_tokens=hello.block_size)
+
+
+def _own_name(port: int) -> str:
+    """Tells gateways apart for whoever looks: a pod's name, or a machine's."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:100] + f":{port}"
+
+
+def _others(replicas: Sequence[Replica]) -> list[Load]:
+    """The load of each replica that is not this gateway's.
+
+    Where nothing is heard of it (no agent, or it is away) the mean of the others stands in, by weight. Nothing at all
+    would make that replica look like the emptiest, to every gateway at once.
+    """
+    loads = [replica.others.load for replica in replicas]
+    known = [(replica.weight, load) for replica, load in zip(replicas, loads, strict=True) if load is not None]
+    if len(known) == len(replicas):
+        return [load for _, load in known]
+    weights = sum(weight for weight, _ in known) or 1.0
+    sequences = sum(load.sequences for _, load in known) / weights
+    tokens = sum(load.prefill_tokens for _, load in known) / weights
+    return [
+        Load(round(sequences * replica.weight), round(tokens * replica.weight)) if load is None else load
+        for replica, load in zip(replicas, loads, strict=True)
+    ]
 
 
 def _claims(replica: Replica, mode: IdentityMode) -> Claims:

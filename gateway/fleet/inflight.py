@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class InFlight:
     """Requests placed on one replica and not finished.
 
     Owns two counters; only a `Ticket` changes them, each ticket at most once per step, so they return to zero and never
-    pass below it whatever way a request ends. `check()` states the law.
+    pass below it whatever way a request ends. `check()` states the law. `on_change` is called after every change.
     """
 
     def __init__(self) -> None:
         self.sequences = 0
         self.prefill_tokens = 0
+        self.on_change: Callable[[], None] = _tell_nobody
 
     def admit(self, prefill_tokens: int) -> Ticket:
         """Count one request with this many uncached prompt tokens until its ticket is finished."""
@@ -35,15 +38,24 @@ class Ticket:
         self._open = True
         load.sequences += 1
         load.prefill_tokens += tokens
+        load.on_change()
 
     def prefilled(self) -> None:
         """The first token arrived: its prefill is queued no more."""
-        self._load.prefill_tokens -= self._tokens
-        self._tokens = 0
+        if self._tokens:
+            self._load.prefill_tokens -= self._tokens
+            self._tokens = 0
+            self._load.on_change()
 
     def finish(self) -> None:
         """The request is over, however it ended."""
         if self._open:
             self._open = False
-            self.prefilled()
+            self._load.prefill_tokens -= self._tokens
+            self._tokens = 0
             self._load.sequences -= 1
+            self._load.on_change()
+
+
+def _tell_nobody() -> None:
+    pass

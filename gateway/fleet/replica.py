@@ -8,20 +8,24 @@ import httpx
 
 from gateway.fleet.engine_access import EngineAccess
 from gateway.fleet.inflight import InFlight
+from gateway.fleet.others import NOTHING, GatewayId, Load, Others
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import ReplicaSettings
 from kvstore.identity import UNIT_TOKENS
 from kvstore.messages import FetchState, Heartbeat, Hello, Problem
+
+NAMELESS = GatewayId("", 0)
 
 
 class Replica:
     """What is known of one replica.
 
     `engine_up` and `models` are written by the health prober and by a failed connection, `hello`, `heartbeat` and
-    `reporting` by its report stream, `load` by the request path. Everything runs on one event loop.
+    `reporting` by its report stream, which tells `others` too, `load` by the request path. Everything runs on one event
+    loop.
     """
 
-    def __init__(self, settings: ReplicaSettings, access: EngineAccess | None = None) -> None:
+    def __init__(self, settings: ReplicaSettings, access: EngineAccess | None = None, me: GatewayId = NAMELESS) -> None:
         self.id = settings.id
         self.weight = settings.weight
         self.engine = httpx.URL(settings.engine)
@@ -36,6 +40,7 @@ class Replica:
         self.reporting = False
         self.agent_error = "" if self.agent is None else "not connected yet"
         self.load = InFlight()
+        self.others = Others(me)
 
     @property
     def block_size(self) -> int:
@@ -65,14 +70,16 @@ class Replica:
         """What its agent finds wrong; nothing while there are no reports."""
         return self.heartbeat.problems if self.heartbeat is not None and self.reporting else []
 
-    def view(self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float) -> ReplicaView:
-        """What the placer is told about this replica now."""
+    def view(
+        self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float, others: Load = NOTHING
+    ) -> ReplicaView:
+        """What the placer is told about this replica now; `others` is the load there that is not this gateway's."""
         return ReplicaView(
             id=self.id,
             claims=claims,
             weight=self.weight,
-            queued_prefill_tokens=self.load.prefill_tokens,
-            running=self.load.sequences,
+            queued_prefill_tokens=self.load.prefill_tokens + others.prefill_tokens,
+            running=self.load.sequences + others.sequences,
             prefill_tokens_per_s=prefill_tokens_per_s,
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,

@@ -217,6 +217,7 @@ class ReportStream:
 
     async def _apply_heartbeat(self, beat: Heartbeat) -> None:
         self._replica.heartbeat = beat
+        self._replica.others.told(beat, self._replica.load)
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")
         await self._flush()

@@ -37,7 +37,7 @@ class Place:
         load = self._fleet.replicas[placement.replica].load
         exchange.placement = placement
         exchange.tried.append(placement.replica)
-        exchange.queue_free = load.prefill_tokens == 0
+        exchange.queue_free = not next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
         exchange.ticket = load.admit(max(0, identity.tokens - placement.predicted_cached_tokens))
         exchange.claim = self._placer.placed(placement, identity)
 
