@@ -185,6 +185,7 @@ def measure(gateways: int, rate: float, seconds: float, exchange: bool) -> dict[
     listener = socket.socket()
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     processes = [spawn.Process(target=agent, args=(listener, seconds, go, (done, queue)))]
     processes += [

@@ -17,6 +17,7 @@ from kvstore.messages import (
     FetchRecord,
     FetchState,
     FrameReader,
+    GatewayLoad,
     Heartbeat,
     Report,
     Snapshot,
@@ -34,12 +35,14 @@ class Rig:
     def __init__(self, buffer_bytes: int = 1 << 20) -> None:
         self.catalogue = Catalogue(MODEL, SEED)
         self.kv: dict[str, Any] = {}
+        self.loads: list[GatewayLoad] = []
         self.hub = ReportHub(
             self.catalogue,
             lambda: EngineState(True, EngineMetrics(running=3, capacity_blocks=99), **self.kv),
             epoch=1,
             buffer_bytes=buffer_bytes,
             heartbeat_interval_s=60,
+            gateways=lambda: self.loads,
         )
 
     def store(self, *blocks: int) -> None:
@@ -155,6 +158,31 @@ async def test_a_heartbeat_says_what_is_known_of_kv() -> None:
     await gateway.read_to_heartbeat()
     then = gateway.mirror.heartbeat
     assert then is not None and (then.fetch, then.prefill_tokens_per_s) == (state, 99.0)
+    await gateway.close()
+
+
+async def test_changes_of_the_gateways_load_that_come_together_share_a_heartbeat() -> None:
+    rig = Rig()
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    for sequences in range(1, 6):
+        rig.loads = [GatewayLoad(gateway="a", epoch=1, prefill_tokens=0, sequences=sequences)]
+        rig.hub.announce()
+    await gateway.read_to_heartbeat()
+    assert gateway.mirror.heartbeat is not None and gateway.mirror.heartbeat.gateways == rig.loads
+    rig.hub.announce()
+    rig.hub.beat()  # takes the place of the one that is due
+    await gateway.read_to_heartbeat()
+    rig.store(1)
+    rig.hub.announce()
+    await gateway.read_to_heartbeat()
+    assert [type(report).__name__ for report in gateway.reports[2:]] == [
+        "Heartbeat",
+        "Heartbeat",
+        "Heartbeat",
+        "Delta",
+        "Heartbeat",
+    ]
     await gateway.close()
 
 

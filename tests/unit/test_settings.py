@@ -50,6 +50,8 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("listens: {port: 1}", {}, "unknown field `listens`"),
         ("listen: {port: high}", {}, "listen.port"),
         ("listen: {port: 70000}", {}, "listen.port"),
+        ("listen: {name: a b}", {}, "listen.name: 'a b'"),
+        ("listen: {name: " + "a" * 129 + "}", {}, "listen.name"),
         ("placement: {epsilon: 0}", {}, "placement.epsilon"),
         ("placement: {index_bytes: 16777215}", {}, "placement.index_bytes"),
         ("placement: {route_seed: -1}", {}, "placement.route_seed"),
