@@ -33,6 +33,7 @@ from gateway.path.upstream import Upstream
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placer import Placer
 from gateway.placement.settings import PlacementSettings
+from gateway.placement.trust import Trust
 from gateway.settings import Settings, TelemetrySettings
 
 HISTORY_EVERY_S = 10.0
@@ -69,7 +70,12 @@ class Gateway:
         health = EngineHealth(self._engines, on_down=placer.restarted)
         metrics = GatewayMetrics()
         fetches = Fetches([replica.id for replica in settings.replicas], metrics.fetch_done)
-        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._agents, fetches)
+        trust = Trust(
+            failed_tokens=fetches.failed_tokens,
+            on_quarantine=lambda replica, why: self.fleet.resync(replica, why),
+        )
+        index.add_listener(trust)
+        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._agents, fetches, trust)
 
         receipts = Receipts(settings.telemetry.receipts)
         identify = Identify(self._identifier, self.fleet)

@@ -207,6 +207,24 @@ class _StateCollector(Collector):
                 others.add_metric([replica.id], replica.others.announced.sequences)
                 other_tokens.add_metric([replica.id], replica.others.announced.prefill_tokens)
                 outside.add_metric([replica.id], replica.others.outside.sequences)
+        credit = gauge("trust", "By what its claims are multiplied: 0 in quarantine.")
+        judged = CounterMetricFamily(
+            "prefix_gateway_trust_judged",
+            "Requests whose cached tokens were compared to reports.",
+            labels=["replica"],
+        )
+        contradicted = CounterMetricFamily(
+            "prefix_gateway_trust_contradictions", "Those that lacked more than a block of it.", labels=["replica"]
+        )
+        quarantines = CounterMetricFamily(
+            "prefix_gateway_quarantines", "Times that a replica's reports were worth nothing.", labels=["replica"]
+        )
+        for replica_id in self._fleet.replicas:
+            state = self._fleet.trust.state(replica_id)
+            credit.add_metric([replica_id], state.credit)
+            judged.add_metric([replica_id], state.judged)
+            contradicted.add_metric([replica_id], state.contradicted)
+            quarantines.add_metric([replica_id], state.quarantines)
         for stream in self._fleet.streams.values():
             snapshots.add_metric([stream.replica_id], stream.snapshots)
             for why, count in stream.losses.items():
@@ -215,8 +233,8 @@ class _StateCollector(Collector):
             announced.add_metric([announcer.replica_id], announcer.announcements)
             for why, count in announcer.failures.items():
                 unheard.add_metric([announcer.replica_id, why], count)
-        yield from (up, reporting, sequences, tokens, speed, snapshots, losses)
-        yield from (gateways, others, other_tokens, outside, announced, unheard)
+        yield from (up, reporting, sequences, tokens, speed, credit, judged, contradicted, quarantines)
+        yield from (snapshots, losses, gateways, others, other_tokens, outside, announced, unheard)
 
     def _duplication(self) -> Iterator[Metric]:
         labels = ["model", "tier"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from gateway.path.exchange import Exchange
 from gateway.path.place import Place
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placer import Placer
+from gateway.placement.trust import Trust
 from gateway.settings import ReplicaSettings, Settings
 from kvstore.cost import LinkEstimate
 from kvstore.geometry import KvGeometry
@@ -62,7 +64,13 @@ class Parts:
     """A fleet of replicas that count as probed and reporting, and the steps that place and account."""
 
     def __init__(
-        self, replicas: int = 3, *, allow_pinning: bool = False, receipts: int = 10, engines: Sequence[str] = ()
+        self,
+        replicas: int = 3,
+        *,
+        allow_pinning: bool = False,
+        receipts: int = 10,
+        engines: Sequence[str] = (),
+        trust_clock: Callable[[], float] | None = None,
     ) -> None:
         urls = engines or [f"http://127.0.0.1:{at + 1}" for at in range(replicas)]
         self.settings = Settings(
@@ -79,7 +87,11 @@ class Parts:
         self.metrics = GatewayMetrics()
         self.fetches = Fetches([replica.id for replica in self.settings.replicas], self.metrics.fetch_done)
         ledger = Ledger(self.index)
-        self.fleet = Fleet(self.settings, self.index, ledger, self.profiles, self.health, self.client, self.fetches)
+        self.trust = Trust(trust_clock or time.monotonic, failed_tokens=self.fetches.failed_tokens)
+        self.index.add_listener(self.trust)
+        self.fleet = Fleet(
+            self.settings, self.index, ledger, self.profiles, self.health, self.client, self.fetches, self.trust
+        )
         for replica in self.fleet.replicas.values():
             replica.engine_up, replica.models, replica.reporting = True, {MODEL: {"id": MODEL}}, True
         self.receipts = Receipts(receipts)

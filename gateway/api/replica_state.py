@@ -32,6 +32,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "held_blocks": index.reported_blocks(replica.id, Tier.HBM),
         "pool_blocks": index.reported_blocks(replica.id, Tier.DRAM),
         "evicted_blocks": index.evicted_of(replica.id),
+        "trust": fleet.trust.state(replica.id),
         "fetch": _fetch_state(replica, fleet),
         "capacity_blocks": replica.capacity_blocks,
         "block_size": replica.block_size,

@@ -97,6 +97,11 @@ class Fetches:
         number = self._newest.get(request_id)
         return None if number is None else self._kept[number]
 
+    def failed_tokens(self, request_id: str) -> int:
+        """Tokens of a request that its engine counted as cached and then could not load."""
+        record = self.of(request_id)
+        return record.failed * record.block_tokens if record is not None else 0
+
     def newest(self) -> Iterator[FetchRecord]:
         """All that are kept, newest first; not to be used over an `add`."""
         return reversed(self._kept.values())

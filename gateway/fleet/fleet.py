@@ -25,6 +25,7 @@ from gateway.fleet.speed import FleetSpeed
 from gateway.identity.prompt import IdentityMode
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
+from gateway.placement.trust import Trust
 from gateway.settings import Settings
 from kvstore.messages import Hello, Tier
 
@@ -47,10 +48,12 @@ class Fleet:
         health: EngineHealth,
         client: httpx.AsyncClient,
         fetches: Fetches,
+        trust: Trust | None = None,
     ) -> None:
         self._index = index
         self._ledger = ledger
         self._health = health
+        self.trust = trust or Trust()
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
         accesses = engine_accesses(settings)
         self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
@@ -70,6 +73,7 @@ class Fleet:
                     on_hello=self._register,
                     on_model_files=profiles.learn,
                     on_fetch=fetches.add,
+                    on_heartbeat=self.trust.heard,
                 )
                 self.announcers[replica.id] = Announcer(replica, replica.agent, self.me, token=settings.agent_token)
 
@@ -117,9 +121,15 @@ class Fleet:
                 self._index.reported_blocks(replica.id, Tier.HBM),
                 self.speed.of(replica.id),
                 others,
+                self.trust.credit(replica.id),
             )
             for replica, others in zip(serving, _others(serving), strict=True)
         ]
+
+    def resync(self, replica: str, why: str) -> None:
+        """Has the reports of a replica taken anew, from a snapshot on; nothing to do where none are followed."""
+        if stream := self.streams.get(replica):
+            stream.resync(why)
 
     def ready(self) -> bool:
         """Whether any engine is up."""

@@ -71,7 +71,12 @@ class Replica:
         return self.heartbeat.problems if self.heartbeat is not None and self.reporting else []
 
     def view(
-        self, claims: Claims, held_blocks: int, prefill_tokens_per_s: float, others: Load = NOTHING
+        self,
+        claims: Claims,
+        held_blocks: int,
+        prefill_tokens_per_s: float,
+        others: Load = NOTHING,
+        trust: float = 1.0,
     ) -> ReplicaView:
         """What the placer is told about this replica now; `others` is the load there that is not this gateway's."""
         return ReplicaView(
@@ -86,4 +91,5 @@ class Replica:
             held_blocks=held_blocks,
             block_bytes=self.block_bytes,
             fetch=self.fetch,
+            trust=trust,
         )

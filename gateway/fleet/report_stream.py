@@ -78,7 +78,9 @@ class ReportStream:
         on_hello: Callable[[Replica, Hello], None],
         on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]],
         on_fetch: Callable[[FetchRecord], None],
+        on_heartbeat: Callable[[str], None] = lambda replica: None,
     ) -> None:
+        """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has."""
         self.replica_id = replica.id
         self._replica = replica
         self._agent = agent
@@ -89,6 +91,8 @@ class ReportStream:
         self._on_hello = on_hello
         self._on_model_files = on_model_files
         self._on_fetch = on_fetch
+        self._on_heartbeat = on_heartbeat
+        self._disbelieved = ""
         self._parts: list[Snapshot] = []
         self._changes: list[Change] = []
         self._taken_up = 0
@@ -97,6 +101,10 @@ class ReportStream:
         self._verified = False
         self.snapshots = 0
         self.losses: dict[str, int] = {}
+
+    def resync(self, why: str) -> None:
+        """Give up the stream at its next report, and begin again with a snapshot."""
+        self._disbelieved = why
 
     async def follow(self) -> None:
         """Connect, follow, and connect again, until cancelled."""
@@ -167,6 +175,8 @@ class ReportStream:
         return headers
 
     async def _apply(self, report: Report) -> None:
+        if self._disbelieved:
+            raise StreamLost(f"taken anew: {self._disbelieved}", "disbelieved")
         if isinstance(report, FetchRecord):  # says nothing about what is held
             if report.replica != self._replica.id:
                 raise ProtocolError(f"a fetch of replica {report.replica!r} in the reports of {self._replica.id!r}")
@@ -224,6 +234,7 @@ class ReportStream:
         if beat.digest != self._index.digest(self._replica.id):
             raise StreamLost("digest differs from the agent's: the index has drifted")
         self._verified = True
+        self._on_heartbeat(self._replica.id)
 
     async def _change(self, change: Change) -> None:
         """Takes up a change. Changes of one kind that arrive together are applied together: the busier an agent is, the
@@ -265,7 +276,7 @@ class ReportStream:
         if self._replica.reporting or self._replica.agent_error != why:
             log.warning("reports of %s lost: %s", self._replica.id, why)
         self.losses[kind] = self.losses.get(kind, 0) + 1
-        self._parts, self._changes, self._taken_up = [], [], 0
+        self._parts, self._changes, self._taken_up, self._disbelieved = [], [], 0, ""
         self._set_reporting(False, why)
         await self._empty()
 

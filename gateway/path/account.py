@@ -21,7 +21,8 @@ from gateway.placement.placement import FetchPlan
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided about a request and what came of it. Times are seconds, `at` is Unix time.
 
-    `cached_tokens` is the engine's own figure, None where it gave none; `ttft_s` is the first byte of the body. `fetch`
+    `reported_tokens` were in HBM by the replica's own reports, whose worth was `trust`. `cached_tokens` is the engine's
+    own figure, None where it gave none; `ttft_s` is the first byte of the body. `fetch`
     is what the placement asked for; what came of it the replica's agent reports (`gateway.fleet.fetches`).
     """
 
@@ -41,6 +42,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     tried: list[str]
     prompt_tokens: int | None
     predicted_cached_tokens: int | None
+    reported_tokens: int | None
+    trust: float | None
     cached_tokens: int | None
     fetch: FetchPlan | None
     predicted_ttft_s: float | None
@@ -133,6 +136,8 @@ class Account:
             tried=exchange.tried,
             prompt_tokens=usage.prompt_tokens if usage else (identity.tokens if identity else None),
             predicted_cached_tokens=placement.predicted_cached_tokens if placement else None,
+            reported_tokens=placement.reported_tokens if placement else None,
+            trust=placement.trust if placement else None,
             cached_tokens=usage.cached_tokens if usage else None,
             fetch=placement.fetch if placement else None,
             predicted_ttft_s=placement.predicted_ttft_s if placement else None,

@@ -12,6 +12,7 @@ from gateway.path.body import Body
 from gateway.path.usage import Usage
 from gateway.placement.claims import Claim
 from gateway.placement.placement import Placement
+from gateway.placement.trust import Expectation
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -21,7 +22,7 @@ class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
     Written by admit: `target`, `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`,
-    `tried`, `ticket`, `claim`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by `send`:
+    `tried`, `ticket`, `claim`, `expectation`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by `send`:
     `status`, `started`, `finished`. `account` reads them all.
     """
 
@@ -32,6 +33,7 @@ class Exchange:
         "body",
         "claim",
         "client_gone",
+        "expectation",
         "finished",
         "first_byte_s",
         "identity",
@@ -71,6 +73,7 @@ class Exchange:
         self.tried: list[str] = []
         self.ticket: Ticket | None = None
         self.claim: Claim | None = None
+        self.expectation: Expectation | None = None
         self.queue_free = False
         self.status = 0
         self.started = False

@@ -7,8 +7,11 @@ from array import array
 from gateway.errors import NoReplica, RequestError, no_replica
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import IdentityMode, PromptIdentity
+from gateway.path.body import Body
 from gateway.path.exchange import Exchange
+from gateway.placement.placement import Placement
 from gateway.placement.placer import Placer
+from gateway.placement.trust import Expectation
 
 PIN_HEADER = b"x-gateway-pin"
 FETCH_HEADER = b"x-gateway-fetch"
@@ -40,6 +43,16 @@ class Place:
         exchange.queue_free = not next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
         exchange.ticket = load.admit(max(0, identity.tokens - placement.predicted_cached_tokens))
         exchange.claim = self._placer.placed(placement, identity)
+        exchange.expectation = self._expect(exchange.request_id, placement, identity)
+
+    def _expect(self, request_id: str, placement: Placement, identity: PromptIdentity) -> Expectation | None:
+        """What the replica's reports say of this prompt, if they say anything."""
+        tokens = placement.reported_tokens
+        if not tokens:
+            return None
+        key = identity.keys[tokens // identity.unit_tokens - 1]
+        block_tokens = self._fleet.replicas[placement.replica].block_size
+        return self._fleet.trust.expect(placement.replica, request_id, key, tokens, block_tokens)
 
     def _pinned(self, exchange: Exchange) -> str | None:
         """The replica that the client named. Raises RequestError 400 when it is none that serves the model now."""
@@ -59,3 +72,21 @@ class Place:
         if exchange.claim is not None:
             (self._placer.answered if answered else self._placer.release)(exchange.claim)
             exchange.claim = None
+        if exchange.expectation is not None:
+            self._reconcile(exchange, exchange.expectation, answered=answered)
+            exchange.expectation = None
+
+    def _reconcile(self, exchange: Exchange, expectation: Expectation, *, answered: bool) -> None:
+        """What was reported, with what the engine had; where that says nothing of the reports, it is dropped."""
+        usage, identity, trust = exchange.usage, exchange.identity, self._fleet.trust
+        cached = usage.cached_tokens if usage is not None and answered else None
+        as_identified = usage is not None and identity is not None and usage.prompt_tokens == identity.tokens
+        if cached is None or not as_identified or (exchange.body is not None and passes_over_cache(exchange.body)):
+            trust.drop(expectation)
+        else:
+            trust.answered(expectation, cached)
+
+
+def passes_over_cache(body: Body) -> bool:
+    """Whether an engine computes this prompt whatever it has cached: it is to say the prompt's own probabilities."""
+    return any(body.get(key) not in (None, b"null", b"false") for key in ("prompt_logprobs", "echo"))

@@ -23,6 +23,7 @@ class Option:
     """A replica that may be chosen; lives for one decision. `rank_s` is what replicas are compared by; see `placer`.
 
     `cached` tokens need no computing there, as far as is known; what `fetch` brings, if anything, comes after them.
+    `reported_tokens` are in HBM by the replica's own word; all else is what that is worth.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class Option:
         "fetch",
         "rank_s",
         "reported",
+        "reported_tokens",
         "terms",
         "units",
         "usable",
@@ -45,6 +47,7 @@ class Option:
         self.units = units
         self.cached = cached
         self.reported = NO_POOL
+        self.reported_tokens = 0
         self.fetch: FetchPlan | None = None
         self.blocks = blocks
         self.terms = terms
@@ -71,6 +74,8 @@ class Option:
             replica=self.view.id,
             ring_position=position,
             claims=self.claims,
+            reported_tokens=self.reported_tokens,
+            trust=self.view.trust,
             cached_tokens=self.cached,
             pool_tokens=0 if self.reported is NO_POOL else self.pooled,
             fetch_source=fetch.source if fetch else "",

@@ -49,7 +49,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     counts sequences; `prefill_tokens_per_s` is the fitted speed; `block_units` is the engine block in RouteKey units
     of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
-    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports.
+    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. What it
+    reports to hold is multiplied by `trust`.
     """
 
     id: str
@@ -64,6 +65,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     held_blocks: int = 0
     block_bytes: int = 0
     fetch: FetchState | None = None
+    trust: float = 1.0
 
     @property
     def block_tokens(self) -> int:
@@ -92,13 +94,16 @@ class FetchPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One replica's terms in one decision, for `/admin/explain`. Seconds unless the name says otherwise.
 
-    `cached_tokens` need no computing; `pool_tokens` of them are in the pool of its own agent and not in its HBM. The
-    `fetch_*` fields are those of its `FetchPlan`, "" and 0 without one.
+    `reported_tokens` are in its HBM by its own reports, whose worth is `trust`; `cached_tokens` are believed to need no
+    computing; `pool_tokens` of them are in the pool of its own agent and not in its HBM. The `fetch_*` fields are those
+    of its `FetchPlan`, "" and 0 without one.
     """
 
     replica: str
     ring_position: int
     claims: Claims
+    reported_tokens: int
+    trust: float
     cached_tokens: int
     pool_tokens: int
     fetch_source: str
@@ -114,7 +119,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The decision. `ring` lists all replicas in this key's ring order, home first; `home` is the replica that would
     have been chosen without the bounds. `predicted_cached_tokens` includes `predicted_pool_tokens`, which come out of
-    the pool of the replica's own agent, and what `fetch` brings, where that is counted on."""
+    the pool of the replica's own agent, and what `fetch` brings, where that is counted on; `reported_tokens` are those
+    of the replica's own reports for its HBM, before they are multiplied by `trust`."""
 
     replica: str
     reason: Reason
@@ -122,6 +128,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     ring: list[str]
     predicted_cached_tokens: int
     predicted_pool_tokens: int = 0
+    reported_tokens: int = 0
+    trust: float = 1.0
     predicted_ttft_s: float
     fetch: FetchPlan | None = None
     candidates: list[Candidate]

@@ -130,6 +130,8 @@ class Placer:
             ring=[option.view.id for option in cyclic],
             predicted_cached_tokens=chosen.predicted,
             predicted_pool_tokens=chosen.pooled,
+            reported_tokens=chosen.reported_tokens,
+            trust=chosen.view.trust,
             predicted_ttft_s=max(chosen.terms.queue_s, chosen.terms.fetch_s) + chosen.terms.prefill_s,
             fetch=chosen.fetch,
             candidates=[option.candidate(i) for i, option in enumerate(walk)],
@@ -205,11 +207,13 @@ class Placer:
                 self.ring.set_weight(replica, view.weight)
             self._known[replica] = view
             units = blocks = 0
+            reported = 0
             claims = Claims.NONE
             if not hashed and view.claims is not Claims.NONE:
                 if exact and view.claims is Claims.REPORTS:
                     claims = Claims.REPORTS
-                    units = runs.usable.get(replica, 0)
+                    reported = runs.resident.get(replica, 0)
+                    units = int(runs.usable.get(replica, 0) * view.trust)
                     if pending is not None:
                         units = max(units, pending.match(replica, keys, view.block_units))
                         blocks = -(-pending.fresh_units(replica) // view.block_units)
@@ -221,9 +225,13 @@ class Placer:
             cached = min(units * unit, tokens - 1) // block * block if units else 0
             terms = self._cost.terms(view, tokens, cached, blocks)
             option = options[replica] = Option(view, claims, units, cached, blocks, terms)
+            if reported:
+                option.reported_tokens = min(reported * unit, (tokens - 1) // block * block)
             if view.fetch is not None and claims is Claims.REPORTS:
                 most = (tokens - 1) // block * block
-                option.reported = Reported._make(min(run.get(replica, 0) * unit, most) for run in runs)
+                option.reported = Reported._make(
+                    min(int(run.get(replica, 0) * view.trust) * unit // block * block, most) for run in runs
+                )
         return options, runs
 
     def _plan_fetches(self, tokens: int, walk: Sequence[Option], exclude: Collection[str]) -> None:

@@ -1,0 +1,184 @@
+"""Engines that say one thing and hold another: real agents and a gateway before stand-ins whose cache a test controls.
+
+The engines take prompts of token ids, so that no tokenizer is needed for exact keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+from agent_support import (
+    MODEL,
+    SEED,
+    EngineStandIn,
+    Publisher,
+    agent_running,
+    free_port,
+    removed,
+    serving,
+    settings_for,
+)
+from http_support import Running, eventually, serving_gateway
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.settings import PlacementSection, ReplicaSettings, Settings
+from kvstore.identity import Namespace, token_keys
+
+BLOCK = 16
+
+
+def prompt(document: int, blocks: int = 20) -> list[int]:
+    """A prompt of whole blocks and one token more, unlike every other document's from its first token on."""
+    return [document * 10_000 + at for at in range(blocks * BLOCK + 1)]
+
+
+class ClaimingEngine(EngineStandIn):
+    """Answers completions, caches their blocks and publishes what it stores; a test makes it lie.
+
+    `held` is its cache. What it says it had is what `held` has of a prompt, so `held.clear()` is a silent clear. With
+    `restores` it publishes every block of every prompt, whether it had it or not, and `evict` removes each once.
+    `before_turn` is awaited between a request's arrival and its turn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: set[int] = set()
+        self.restores = False
+        self.before_turn: Callable[[], Awaitable[None]] | None = None
+        self.publisher: Publisher | None = None
+        self.app.routes.append(Route("/v1/completions", self._complete, methods=["POST"]))
+
+    @staticmethod
+    def hashes(tokens: Sequence[int]) -> list[int]:
+        """The engine's own names of a prompt's whole blocks."""
+        return [key >> 1 for key in token_keys(Namespace("engine").root(1), tokens)]
+
+    def evict(self, tokens: Sequence[int]) -> None:
+        """Drops the blocks of a prompt, and says so."""
+        assert self.publisher is not None
+        gone = [each for each in self.hashes(tokens) if each in self.held]
+        self.held -= set(gone)
+        self.publisher.publish(removed(*reversed(gone)))
+
+    async def _complete(self, request: Request) -> Response:
+        assert self.publisher is not None
+        tokens: list[int] = (await request.json())["prompt"]
+        if self.before_turn is not None:
+            await self.before_turn()
+        hashes = self.hashes(tokens)
+        cached = next((at for at, each in enumerate(hashes) if each not in self.held), len(hashes))
+        self.held |= set(hashes)
+        first = 0 if self.restores else cached
+        if first < len(hashes):
+            self.publisher.publish(
+                {
+                    "type": "BlockStored",
+                    "block_hashes": hashes[first:],
+                    "parent_block_hash": hashes[first - 1] if first else None,
+                    "token_ids": tokens[first * BLOCK : len(hashes) * BLOCK],
+                    "block_size": BLOCK,
+                    "lora_id": None,
+                    "medium": "GPU",
+                }
+            )
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": 1,
+            "prompt_tokens_details": {"cached_tokens": cached * BLOCK},
+        }
+        choice = {"index": 0, "text": "x", "finish_reason": "length"}
+        return JSONResponse({"id": "c", "object": "text_completion", "choices": [choice], "usage": usage})
+
+
+class Claimed:
+    """Engines, their agents and one gateway; `ask` and `credited` are the client's and the operator's view."""
+
+    def __init__(self, engines: list[ClaimingEngine], running: Running, http: httpx.AsyncClient) -> None:
+        self.engines = engines
+        self.gateway = running.gateway
+        self.running = running
+        self.http = http
+        self.passed_s = 0.0
+        clock = self.gateway.fleet.trust._clock
+        self.gateway.fleet.trust._clock = lambda: clock() + self.passed_s
+
+    async def ask(self, tokens: list[int], *, pin: int | None = None, **more: Any) -> dict[str, Any]:
+        """One answer; gives its receipt."""
+        headers = {} if pin is None else {"x-gateway-pin": f"replica-{pin}"}
+        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1} | more
+        answer = await self.http.post(f"{self.running.url}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        found = await self.http.get(f"{self.running.admin_url}/admin/receipts/{answer.headers['x-request-id']}")
+        receipt: dict[str, Any] = found.json()
+        return receipt
+
+    async def explain(self, tokens: list[int]) -> list[dict[str, Any]]:
+        """Every replica's terms for a prompt, in order."""
+        body = {"model": MODEL, "prompt": tokens}
+        answer = await self.http.post(f"{self.running.admin_url}/admin/explain", json=body)
+        return sorted(answer.json()["placement"]["candidates"], key=lambda each: str(each["replica"]))
+
+    async def credited(self, tokens: list[int]) -> list[int]:
+        """Tokens of a prompt that each replica is believed to hold."""
+        return [each["cached_tokens"] for each in await self.explain(tokens)]
+
+    async def trust(self, at: int) -> dict[str, Any]:
+        """What `/admin/replicas` says of a replica's trust."""
+        found = (await self.http.get(f"{self.running.admin_url}/admin/replicas")).json()["replicas"]
+        trust: dict[str, Any] = found[at]["trust"]
+        return trust
+
+    async def judged(self, at: int, requests: int) -> None:
+        """Until so many requests of a replica have been judged; the time that takes passes now."""
+        self.passed_s += 1.0
+        trust, name = self.gateway.fleet.trust, f"replica-{at}"
+        await eventually(lambda: trust.state(name).judged == requests, f"{trust.state(name).judged}, not {requests}")
+
+    async def taken_anew(self, at: int, times: int) -> None:
+        """Until a replica's reports were disbelieved so many times, and each time taken anew."""
+        stream = self.gateway.fleet.streams[f"replica-{at}"]
+        await eventually(
+            lambda: (stream.losses.get("disbelieved", 0), stream.snapshots) == (times, times + 1),
+            f"{stream.losses}, {stream.snapshots} snapshots",
+        )
+
+    async def reported(self, at: int, blocks: int) -> None:
+        """Until the gateway knows of so many blocks of a replica."""
+        index, name = self.gateway.fleet._index, f"replica-{at}"
+        await eventually(lambda: index.held_blocks(name) == blocks, f"{index.held_blocks(name)} blocks, not {blocks}")
+
+
+@contextlib.asynccontextmanager
+async def claimed_cluster(count: int = 1, **settings: Any) -> AsyncIterator[Claimed]:
+    """A deployment in this process, ready: every engine is up and every agent's reports are followed."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines, replicas = [], []
+        for at in range(count):
+            engine = ClaimingEngine()
+            events, replay = free_port(), free_port()
+            engine.publisher = Publisher(events, replay)
+            stack.callback(engine.publisher.close)
+            url = await stack.enter_async_context(serving(engine.app))
+            flags = settings_for(url, events, replay, **{"replica-id": f"replica-{at}"})
+            replica, agent = await stack.enter_async_context(agent_running(flags))
+            engines.append(engine)
+            replicas.append(ReplicaSettings(id=f"replica-{at}", engine=url, agent=agent))
+            await eventually(
+                lambda replica=replica: replica.subscriber.connected and not replica.subscriber.syncing,  # type: ignore[misc]
+                "the agent is not connected to its engine's events",
+            )
+        placement = PlacementSection(route_seed=SEED, allow_pinning=True)
+        running = await stack.enter_async_context(
+            serving_gateway(Settings(replicas=replicas, placement=placement, **settings))
+        )
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
+        fleet = running.gateway.fleet.replicas.values()
+        await eventually(lambda: all(each.reporting for each in fleet), "reports are not followed")
+        if not settings.get("observe_only"):
+            await eventually(lambda: all(each.engine_up for each in fleet), "an engine is not up")
+        yield Claimed(engines, running, http)
