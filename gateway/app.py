@@ -13,6 +13,7 @@ from gateway.api.admin import AdminApp
 from gateway.api.explain import Explain
 from gateway.api.openai import PublicApp
 from gateway.duplication.history import History
+from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
@@ -79,7 +80,8 @@ class Gateway:
 
         receipts = Receipts(settings.telemetry.receipts)
         identify = Identify(self._identifier, self.fleet)
-        place = Place(placer, self.fleet, allow_pinning=settings.placement.allow_pinning)
+        hit_rates = HitRates()
+        place = Place(placer, self.fleet, hit_rates, allow_pinning=settings.placement.allow_pinning)
         forward = Forward(
             self._upstream,
             self.fleet,
@@ -90,15 +92,24 @@ class Gateway:
             agent_token=settings.agent_token,
         )
         self._request_log = _request_log(settings.telemetry)
-        account = Account(self.fleet, place, self._profiles, metrics, receipts, self._request_log)
+        account = Account(self.fleet, place, self._profiles, metrics, receipts, hit_rates, self._request_log)
         self.admission = Admission(self.fleet, limits)
         path = RequestPath(self.admission, identify, place, forward, account)
 
-        metrics.watch(self.fleet, index, ledger, self._identifier, self._profiles)
+        metrics.watch(self.fleet, index, ledger, self._identifier, self._profiles, hit_rates)
         explain = Explain(identify, placer, self.fleet)
         self.public = PublicApp(path, self.fleet)
         self.admin = AdminApp(
-            self.fleet, index, ledger, self._identifier, self._history, receipts, fetches, explain, metrics.registry
+            self.fleet,
+            index,
+            ledger,
+            self._identifier,
+            self._history,
+            receipts,
+            fetches,
+            explain,
+            hit_rates,
+            metrics.registry,
         )
 
     @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from gateway.identity.prompt import IdentityMode
 
 if TYPE_CHECKING:
+    from gateway.duplication.hit_rates import HitRates
     from gateway.duplication.ledger import Ledger
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.model_profiles import ModelProfiles
@@ -99,10 +100,16 @@ class GatewayMetrics:
         )
 
     def watch(
-        self, fleet: Fleet, index: PrefixIndex, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: Ledger,
+        identifier: Identifier,
+        profiles: ModelProfiles,
+        hit_rates: HitRates,
     ) -> None:
         """Export the state of these at every scrape."""
-        self.registry.register(_StateCollector(fleet, index, ledger, identifier, profiles))
+        self.registry.register(_StateCollector(fleet, index, ledger, identifier, profiles, hit_rates))
 
     def fetch_done(self, record: FetchRecord) -> None:
         """Count one fetch that ended."""
@@ -134,13 +141,20 @@ class _StateCollector(Collector):
     """Gauges read from the live objects when scraped."""
 
     def __init__(
-        self, fleet: Fleet, index: PrefixIndex, ledger: Ledger, identifier: Identifier, profiles: ModelProfiles
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        ledger: Ledger,
+        identifier: Identifier,
+        profiles: ModelProfiles,
+        hit_rates: HitRates,
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
         self._identifier = identifier
         self._profiles = profiles
+        self._hit_rates = hit_rates
 
     def describe(self) -> list[Metric]:
         return []
@@ -148,6 +162,7 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._replicas()
         yield from self._duplication()
+        yield from self._hits()
         yield GaugeMetricFamily("prefix_gateway_index_bytes", "Memory of the index.", value=self._index.nbytes)
         blocks = len(self._index)
         yield GaugeMetricFamily("prefix_gateway_index_blocks", "Blocks in the index, each once.", value=blocks)
@@ -235,6 +250,31 @@ class _StateCollector(Collector):
                 unheard.add_metric([announcer.replica_id, why], count)
         yield from (up, reporting, sequences, tokens, speed, credit, judged, contradicted, quarantines)
         yield from (snapshots, losses, gateways, others, other_tokens, outside, announced, unheard)
+
+    def _hits(self) -> Iterator[Metric]:
+        """The terms of the hit rates, so that any window's can be had, and their quotients since the start."""
+        tokens = CounterMetricFamily(
+            "prefix_gateway_hit_rate_tokens",
+            "Over requests whose engine said what was cached: prompt tokens, those that were cached (achieved), that "
+            "one endless cache would have had (reachable), and one of the fleet's capacity (ideal, of ideal_prompt).",
+            labels=["model", "kind"],
+        )
+        rate = GaugeMetricFamily(
+            "prefix_gateway_hit_rate", "These over the prompt tokens, since the start.", labels=["model", "kind"]
+        )
+        for each in self._hit_rates.rates():
+            terms = {
+                "prompt": (each.prompt_tokens, None),
+                "achieved": (each.cached_tokens, each.achieved),
+                "reachable": (each.reachable_tokens, each.reachable),
+                "ideal": (each.ideal_tokens, each.ideal),
+                "ideal_prompt": (each.ideal_prompt_tokens, None),
+            }
+            for kind, (count, quotient) in terms.items():
+                tokens.add_metric([each.model, kind], count)
+                if quotient is not None:
+                    rate.add_metric([each.model, kind], quotient)
+        yield from (tokens, rate)
 
     def _duplication(self) -> Iterator[Metric]:
         labels = ["model", "tier"]

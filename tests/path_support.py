@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
@@ -95,8 +96,11 @@ class Parts:
         for replica in self.fleet.replicas.values():
             replica.engine_up, replica.models, replica.reporting = True, {MODEL: {"id": MODEL}}, True
         self.receipts = Receipts(receipts)
-        self.place = Place(self.placer, self.fleet, allow_pinning=allow_pinning)
-        self.account = Account(self.fleet, self.place, self.profiles, self.metrics, self.receipts, now=lambda: 1_000.0)
+        self.hit_rates = HitRates(1 << 14)
+        self.place = Place(self.placer, self.fleet, self.hit_rates, allow_pinning=allow_pinning)
+        self.account = Account(
+            self.fleet, self.place, self.profiles, self.metrics, self.receipts, self.hit_rates, now=lambda: 1_000.0
+        )
 
     def hold(self, replica: str, keys: Iterable[int], *tiers: Tier) -> None:
         """`replica` reports that it holds this chain, in HBM if nothing else is said."""

@@ -14,6 +14,7 @@ from gateway.api.errors import error_response
 from gateway.api.explain import Explain
 from gateway.api.replica_state import describe
 from gateway.duplication.history import History
+from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.report import build_report
 from gateway.errors import RequestError
@@ -38,6 +39,7 @@ class AdminApp(FastAPI):
         receipts: Receipts,
         fetches: Fetches,
         explain: Explain,
+        hit_rates: HitRates,
         registry: CollectorRegistry,
     ) -> None:
         super().__init__(title="prefix-gateway admin", docs_url=None, redoc_url=None, openapi_url=None)
@@ -49,6 +51,7 @@ class AdminApp(FastAPI):
         self._receipts = receipts
         self._fetches = fetches
         self._explain = explain
+        self._hit_rates = hit_rates
         self._registry = registry
         self.add_api_route("/health", _health)
         self.add_api_route("/metrics", self._metrics)
@@ -104,7 +107,8 @@ class AdminApp(FastAPI):
         return _json(await self._explain(await request.body()))
 
     async def _duplication(self, top: int = 20) -> Response:
-        return _json(build_report(self._ledger, top=max(0, min(top, 1_000)), history=self._history))
+        top = max(0, min(top, 1_000))
+        return _json(build_report(self._ledger, top=top, history=self._history, hit_rates=self._hit_rates))
 
 
 def _record(record: FetchRecord) -> dict[str, Any]:

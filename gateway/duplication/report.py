@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.duplication.history import History, Window
+from gateway.duplication.hit_rates import HitRate, HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.prefixes import SharedPrefix
 from kvstore.messages import Tier
@@ -62,10 +63,16 @@ class DuplicationReport(msgspec.Struct, frozen=True, kw_only=True):
     pairs: list[PairDuplication]
     prefixes: list[PrefixDuplication]
     window: Window | None = None
+    hit_rates: list[HitRate] = []
 
 
 def build_report(
-    ledger: Ledger, *, top: int = 20, history: History | None = None, window_s: float = 3600.0
+    ledger: Ledger,
+    *,
+    top: int = 20,
+    history: History | None = None,
+    window_s: float = 3600.0,
+    hit_rates: HitRates | None = None,
 ) -> DuplicationReport:
     """The report now, with the `top` prefixes and pairs, and the mean and maximum of the last `window_s`."""
     totals = ledger.totals()
@@ -93,6 +100,7 @@ def build_report(
         pairs=sorted(pairs, key=lambda p: (-p.shared_bytes, p.replicas, p.tier))[:top],
         prefixes=[_prefix(prefix) for prefix in ledger.prefixes(top)],
         window=history.window(window_s) if history is not None else None,
+        hit_rates=hit_rates.rates() if hit_rates is not None else [],
     )
 
 
@@ -111,6 +119,11 @@ def render_text(report: DuplicationReport) -> str:
         w = report.window
         lines.append(
             f"last {w.seconds:,.0f} s: mean {_mib(w.mean_bytes).strip()} MiB, most {_mib(w.max_bytes).strip()} MiB"
+        )
+    for rate in report.hit_rates:
+        lines.append(
+            f"hit rate of {rate.model}: {_percent(rate.achieved)}, one endless cache {_percent(rate.reachable)}, "
+            f"one of the fleet's capacity {_percent(rate.ideal)} ({rate.requests:,} requests)"
         )
     if report.models:
         rows = [
@@ -152,6 +165,10 @@ def _name(tier: Tier) -> str:
 
 def _mib(size: float) -> str:
     return f"{size / MIB:,.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"
 
 
 def _share(part: int, whole: int) -> str:

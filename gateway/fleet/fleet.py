@@ -27,6 +27,7 @@ from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.placement.trust import Trust
 from gateway.settings import Settings
+from kvstore.identity import UNIT_TOKENS
 from kvstore.messages import Hello, Tier
 
 INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
@@ -54,6 +55,7 @@ class Fleet:
         self._ledger = ledger
         self._health = health
         self.trust = trust or Trust()
+        self.failed_tokens = fetches.failed_tokens
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
         accesses = engine_accesses(settings)
         self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
@@ -125,6 +127,17 @@ class Fleet:
             )
             for replica, others in zip(serving, _others(serving), strict=True)
         ]
+
+    def cache_shape(self, model: str) -> tuple[int, int]:
+        """Units of the smallest engine block of the replicas that serve a model, and the tokens that all of them
+        together can hold, in HBM and in their pools: 0 where one of them does not say."""
+        replicas = self.serving(model)
+        units = max(1, min((each.block_size for each in replicas), default=1) // UNIT_TOKENS)
+        if not all(each.capacity_blocks for each in replicas):
+            return units, 0
+        return units, sum(
+            (each.capacity_blocks + (each.fetch.slots if each.fetch else 0)) * each.block_size for each in replicas
+        )
 
     def resync(self, replica: str, why: str) -> None:
         """Has the reports of a replica taken anew, from a snapshot on; nothing to do where none are followed."""

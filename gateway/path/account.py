@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway.duplication.hit_rates import HitRates
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_profiles import ModelProfiles
 from gateway.identity.prompt import IdentityMode
@@ -71,7 +72,7 @@ class Receipts:
 
 
 class Account:
-    """Ends an exchange: frees its place, feeds the fitted speed, the metrics, the receipt and the request log."""
+    """Ends an exchange: frees its place, feeds fitted speed, hit rates, metrics, receipts and the request log."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Account:
         profiles: ModelProfiles,
         metrics: GatewayMetrics,
         receipts: Receipts,
+        hit_rates: HitRates,
         request_log: RequestLog | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -88,6 +90,7 @@ class Account:
         self._profiles = profiles
         self._metrics = metrics
         self._receipts = receipts
+        self._hit_rates = hit_rates
         self._request_log = request_log
         self._now = now
 
@@ -113,6 +116,9 @@ class Account:
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
             self._fleet.speed.observe(replica.id, uncached, receipt.ttft_s)
+        if exchange.fed is not None and receipt.cached_tokens is not None:
+            cached = max(0, receipt.cached_tokens - self._fleet.failed_tokens(exchange.request_id))
+            self._hit_rates.answered(exchange.model, exchange.fed, receipt.prompt_tokens or 0, cached)
         if exchange.identity is not None and exchange.identity.mode is IdentityMode.EXACT:
             assert exchange.prompt is not None
             self._profiles.sample(replica, exchange.prompt)

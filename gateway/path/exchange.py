@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gateway.duplication.hit_rates import Fed
 from gateway.fleet.inflight import Ticket
 from gateway.identity.prompt import PromptIdentity, PromptRequest
 from gateway.path.body import Body
@@ -22,8 +23,8 @@ class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
     Written by admit: `target`, `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`,
-    `tried`, `ticket`, `claim`, `expectation`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by `send`:
-    `status`, `started`, `finished`. `account` reads them all.
+    `tried`, `ticket`, `claim`, `expectation`, `fed`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by
+    `send`: `status`, `started`, `finished`. `account` reads them all.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class Exchange:
         "claim",
         "client_gone",
         "expectation",
+        "fed",
         "finished",
         "first_byte_s",
         "identity",
@@ -74,6 +76,7 @@ class Exchange:
         self.ticket: Ticket | None = None
         self.claim: Claim | None = None
         self.expectation: Expectation | None = None
+        self.fed: Fed | None = None
         self.queue_free = False
         self.status = 0
         self.started = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from gateway.duplication.hit_rates import HitRates
 from gateway.errors import NoReplica, RequestError, no_replica
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import IdentityMode, PromptIdentity
@@ -22,8 +23,9 @@ NO_PROMPT = PromptIdentity(mode=IdentityMode.HASH, keys=array("Q"), tokens=0, fa
 class Place:
     """Fills in `placement` and `ticket`; may be called again after a failure, and then avoids what was tried."""
 
-    def __init__(self, placer: Placer, fleet: Fleet, *, allow_pinning: bool) -> None:
+    def __init__(self, placer: Placer, fleet: Fleet, hit_rates: HitRates, *, allow_pinning: bool) -> None:
         self._placer = placer
+        self._hit_rates = hit_rates
         self._fleet = fleet
         self._allow_pinning = allow_pinning
 
@@ -38,6 +40,10 @@ class Place:
         except NoReplica as error:
             raise no_replica(f"no replica of {exchange.model!r} is up") from error
         load = self._fleet.replicas[placement.replica].load
+        if not exchange.tried:
+            units, capacity = self._fleet.cache_shape(exchange.model)
+            exact = identity.mode is IdentityMode.EXACT
+            exchange.fed = self._hit_rates.placed(exchange.model, identity, units if exact else 1, capacity)
         exchange.placement = placement
         exchange.tried.append(placement.replica)
         exchange.queue_free = not next(view.queued_prefill_tokens for view in views if view.id == placement.replica)

@@ -38,6 +38,7 @@ class Admin:
             parts.receipts,
             parts.fetches,
             Explain(Identify(identifier, parts.fleet), parts.placer, parts.fleet),
+            parts.hit_rates,
             parts.metrics.registry,
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
