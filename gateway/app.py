@@ -96,14 +96,14 @@ class Gateway:
         self.admission = Admission(self.fleet, limits)
         path = RequestPath(self.admission, identify, place, forward, account)
 
-        metrics.watch(self.fleet, index, ledger, self._identifier, self._profiles, hit_rates)
+        metrics.watch(self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates)
         explain = Explain(identify, placer, self.fleet)
         self.public = PublicApp(path, self.fleet)
         self.admin = AdminApp(
             self.fleet,
             index,
             ledger,
-            self._identifier,
+            identify,
             self._history,
             receipts,
             fetches,

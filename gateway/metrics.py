@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gateway.fleet.model_profiles import ModelProfiles
     from gateway.identity.identifier import Identifier
     from gateway.path.account import Receipt
+    from gateway.path.identify import Identify
     from gateway.placement.index import PrefixIndex
     from kvstore.messages import FetchRecord
 
@@ -55,6 +56,12 @@ class GatewayMetrics:
             "prefix_gateway_identity_fallbacks",
             "Prompts not identified exactly, by reason.",
             ["why"],
+            registry=self.registry,
+        )
+        self._identified = Counter(
+            "prefix_gateway_identified_prompts",
+            "Prompts by model and by how they were identified: exact, text or hash.",
+            ["model", "mode"],
             registry=self.registry,
         )
         self._prompt = Counter("prefix_gateway_prompt_tokens", "Prompt tokens.", ["replica"], registry=self.registry)
@@ -105,11 +112,12 @@ class GatewayMetrics:
         index: PrefixIndex,
         ledger: Ledger,
         identifier: Identifier,
+        identify: Identify,
         profiles: ModelProfiles,
         hit_rates: HitRates,
     ) -> None:
         """Export the state of these at every scrape."""
-        self.registry.register(_StateCollector(fleet, index, ledger, identifier, profiles, hit_rates))
+        self.registry.register(_StateCollector(fleet, index, ledger, identifier, identify, profiles, hit_rates))
 
     def fetch_done(self, record: FetchRecord) -> None:
         """Count one fetch that ended."""
@@ -124,6 +132,8 @@ class GatewayMetrics:
         self._requests.labels(replica, receipt.reason or "", receipt.identity or "", receipt.outcome).inc()
         if len(receipt.tried) > 1:
             self._retries.inc(len(receipt.tried) - 1)
+        if receipt.identity is not None:
+            self._identified.labels(receipt.model, receipt.identity).inc()
         if receipt.identity_fallback:
             self._fallbacks.labels(receipt.identity_fallback).inc()
         if receipt.stream and receipt.ttft_s is not None:
@@ -146,6 +156,7 @@ class _StateCollector(Collector):
         index: PrefixIndex,
         ledger: Ledger,
         identifier: Identifier,
+        identify: Identify,
         profiles: ModelProfiles,
         hit_rates: HitRates,
     ) -> None:
@@ -153,6 +164,7 @@ class _StateCollector(Collector):
         self._index = index
         self._ledger = ledger
         self._identifier = identifier
+        self._identify = identify
         self._profiles = profiles
         self._hit_rates = hit_rates
 
@@ -174,9 +186,16 @@ class _StateCollector(Collector):
         exact = GaugeMetricFamily(
             "prefix_gateway_identity_exact", "1 while token ids are proven equal to the engines'.", labels=["model"]
         )
-        for model, state in self._identifier.modes().items():
+        modes = GaugeMetricFamily(
+            "prefix_gateway_identity_mode",
+            "1 for the way in which prompts are identified now: exact, text or hash.",
+            labels=["model", "mode"],
+        )
+        for model, state in self._identify.modes().items():
             exact.add_metric([model], float(state.mode is IdentityMode.EXACT))
-        yield exact
+            for mode in IdentityMode:
+                modes.add_metric([model, mode], float(state.mode is mode))
+        yield from (exact, modes)
         yield CounterMetricFamily(
             "prefix_gateway_parity_mismatches",
             "Sampled requests whose token ids were not the engine's.",

@@ -20,8 +20,8 @@ from gateway.duplication.report import build_report
 from gateway.errors import RequestError
 from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
 from gateway.fleet.fleet import Fleet
-from gateway.identity.identifier import Identifier
 from gateway.path.account import Receipts
+from gateway.path.identify import Identify
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import FetchRecord
 
@@ -34,7 +34,7 @@ class AdminApp(FastAPI):
         fleet: Fleet,
         index: PrefixIndex,
         ledger: Ledger,
-        identifier: Identifier,
+        identify: Identify,
         history: History,
         receipts: Receipts,
         fetches: Fetches,
@@ -46,7 +46,7 @@ class AdminApp(FastAPI):
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
-        self._identifier = identifier
+        self._identify = identify
         self._history = history
         self._receipts = receipts
         self._fetches = fetches
@@ -74,7 +74,7 @@ class AdminApp(FastAPI):
             "evicted_blocks": self._index.evicted_blocks,
         }
         me = self._fleet.me._asdict()
-        return _json({"gateway": me, "replicas": replicas, "identity": self._identifier.modes(), "index": index})
+        return _json({"gateway": me, "replicas": replicas, "identity": self._identify.modes(), "index": index})
 
     async def _receipt(self, request_id: str) -> Response:
         receipt = self._receipts.get(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gateway.fleet.fleet import Fleet
 from gateway.identity.identifier import Identifier
 from gateway.identity.prompt import IdentityMode, PromptIdentity, PromptRequest
+from gateway.identity.status import ModelMode
 from gateway.path.exchange import Exchange
 
 MAX_TOKEN_BYTES = 64
@@ -23,6 +24,22 @@ class Identify:
         """Never fails: what cannot be identified exactly is identified by its text, and the receipt says so."""
         if exchange.prompt is not None:
             exchange.identity = await self.of(exchange.prompt)
+
+    def modes(self) -> dict[str, ModelMode]:
+        """How the prompts of every model that is served or loaded are identified now, and why not exactly."""
+        found = {model: self._assumed(model) for model in self._fleet.models()}
+        return found | self._identifier.modes()
+
+    def _assumed(self, model: str) -> ModelMode:
+        """Of a model whose files are not loaded."""
+        agents = self._fleet.has_agents(model)
+        return ModelMode(
+            mode=IdentityMode.TEXT if agents else IdentityMode.HASH,
+            why="no_tokenizer" if agents else "no_agent",
+            off=frozenset(),
+            dialect=None,
+            segmented=False,
+        )
 
     async def of(self, prompt: PromptRequest) -> PromptIdentity:
         """The identity of one prompt."""

@@ -67,7 +67,8 @@ class ClaimingEngine(EngineStandIn):
 
     async def _complete(self, request: Request) -> Response:
         assert self.publisher is not None
-        tokens: list[int] = (await request.json())["prompt"]
+        asked = (await request.json())["prompt"]
+        tokens: list[int] = asked if isinstance(asked, list) else list(asked.encode())
         if self.before_turn is not None:
             await self.before_turn()
         hashes = self.hashes(tokens)
@@ -107,7 +108,7 @@ class Claimed:
         clock = self.gateway.fleet.trust._clock
         self.gateway.fleet.trust._clock = lambda: clock() + self.passed_s
 
-    async def ask(self, tokens: list[int], *, pin: int | None = None, **more: Any) -> dict[str, Any]:
+    async def ask(self, tokens: list[int] | str, *, pin: int | None = None, **more: Any) -> dict[str, Any]:
         """One answer; gives its receipt."""
         headers = {} if pin is None else {"x-gateway-pin": f"replica-{pin}"}
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 1} | more
@@ -133,6 +134,10 @@ class Claimed:
         trust: dict[str, Any] = found[at]["trust"]
         return trust
 
+    async def metrics(self) -> list[str]:
+        """The lines of `/metrics`."""
+        return (await self.http.get(f"{self.running.admin_url}/metrics")).text.splitlines()
+
     async def judged(self, at: int, requests: int) -> None:
         """Until so many requests of a replica have been judged; the time that takes passes now."""
         self.passed_s += 1.0
@@ -154,8 +159,11 @@ class Claimed:
 
 
 @contextlib.asynccontextmanager
-async def claimed_cluster(count: int = 1, **settings: Any) -> AsyncIterator[Claimed]:
-    """A deployment in this process, ready: every engine is up and every agent's reports are followed."""
+async def claimed_cluster(count: int = 1, *, bare: str = "", **settings: Any) -> AsyncIterator[Claimed]:
+    """A deployment in this process, ready: every engine is up and every agent's reports are followed.
+
+    With `bare` there is one engine more, without an agent, which serves a model of that name.
+    """
     async with contextlib.AsyncExitStack() as stack:
         engines, replicas = [], []
         for at in range(count):
@@ -172,13 +180,20 @@ async def claimed_cluster(count: int = 1, **settings: Any) -> AsyncIterator[Clai
                 lambda replica=replica: replica.subscriber.connected and not replica.subscriber.syncing,  # type: ignore[misc]
                 "the agent is not connected to its engine's events",
             )
+        if bare:
+            engine = ClaimingEngine()
+            engine.models = [{"id": bare, "root": None, "parent": None}]
+            engine.publisher = Publisher(free_port(), None)
+            stack.callback(engine.publisher.close)
+            engines.append(engine)
+            replicas.append(ReplicaSettings(id="bare", engine=await stack.enter_async_context(serving(engine.app))))
         placement = PlacementSection(route_seed=SEED, allow_pinning=True)
         running = await stack.enter_async_context(
             serving_gateway(Settings(replicas=replicas, placement=placement, **settings))
         )
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
         fleet = running.gateway.fleet.replicas.values()
-        await eventually(lambda: all(each.reporting for each in fleet), "reports are not followed")
+        await eventually(lambda: all(each.reporting for each in fleet if each.agent), "reports are not followed")
         if not settings.get("observe_only"):
             await eventually(lambda: all(each.engine_up for each in fleet), "an engine is not up")
         yield Claimed(engines, running, http)

@@ -36,7 +36,7 @@ async def test_silent_clear_is_noticed() -> None:
         state = await cluster.trust(0)
         assert (state["contradicted"], state["quarantines"], state["credit"]) == (1, 1, 0.0)
         assert "320 tokens" in state["why"]
-        metrics = (await cluster.http.get(f"{cluster.running.admin_url}/metrics")).text
+        metrics = await cluster.metrics()
         assert 'prefix_gateway_replica_trust{replica="replica-0"} 0.0' in metrics
         assert 'prefix_gateway_quarantines_total{replica="replica-0"} 1.0' in metrics
 

@@ -28,16 +28,16 @@ class Admin:
 
     def __init__(self) -> None:
         self.parts = parts = Parts()
-        identifier, ledger = Identifier(seed=0), Ledger(parts.index)
+        identify, ledger = Identify(Identifier(seed=0), parts.fleet), Ledger(parts.index)
         app = AdminApp(
             parts.fleet,
             parts.index,
             ledger,
-            identifier,
+            identify,
             History(ledger),
             parts.receipts,
             parts.fetches,
-            Explain(Identify(identifier, parts.fleet), parts.placer, parts.fleet),
+            Explain(identify, parts.placer, parts.fleet),
             parts.hit_rates,
             parts.metrics.registry,
         )
