@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
+from starlette.types import ASGIApp
 
 from gateway.api.admin import AdminApp
 from gateway.api.explain import Explain
+from gateway.api.observe_only import Refusal
 from gateway.api.openai import PublicApp
+from gateway.duplication.demand import Load
 from gateway.duplication.history import History
 from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
+from gateway.duplication.recomputed import Recompute
+from gateway.duplication.report import build_report
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
@@ -36,8 +42,10 @@ from gateway.placement.placer import Placer
 from gateway.placement.settings import PlacementSettings
 from gateway.placement.trust import Trust
 from gateway.settings import Settings, TelemetrySettings
+from kvstore.messages import FetchRecord
 
 HISTORY_EVERY_S = 10.0
+LOAD_EVERY_S = 1.0
 
 
 class Gateway:
@@ -57,7 +65,8 @@ class Gateway:
         )
         self._profiles = ModelProfiles(self._identifier, self._engines, settings.telemetry.parity_sample_every)
         index = PrefixIndex(settings.placement.index_bytes)
-        ledger = Ledger(index)
+        self._recompute = Recompute(lambda replica: self.fleet.replicas[replica].reporting)
+        ledger = Ledger(index, self._recompute.stored)
         self._history = History(ledger)
         placer = Placer(
             index,
@@ -70,7 +79,8 @@ class Gateway:
         )
         health = EngineHealth(self._engines, on_down=placer.restarted)
         metrics = GatewayMetrics()
-        fetches = Fetches([replica.id for replica in settings.replicas], metrics.fetch_done)
+        fetches = Fetches([replica.id for replica in settings.replicas], self._fetched)
+        self._metrics = metrics
         trust = Trust(
             failed_tokens=fetches.failed_tokens,
             on_quarantine=lambda replica, why: self.fleet.resync(replica, why),
@@ -94,21 +104,32 @@ class Gateway:
         self._request_log = _request_log(settings.telemetry)
         account = Account(self.fleet, place, self._profiles, metrics, receipts, hit_rates, self._request_log)
         self.admission = Admission(self.fleet, limits)
-        path = RequestPath(self.admission, identify, place, forward, account)
+        self._observe_only = settings.observe_only
+        path: ASGIApp = Refusal()
+        if not settings.observe_only:
+            path = RequestPath(self.admission, identify, place, forward, account)
 
-        metrics.watch(self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates)
+        metrics.watch(self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates, self._recompute)
+        self._load = Load(placer.settings)
+        report = partial(
+            build_report,
+            ledger,
+            history=self._history,
+            hit_rates=hit_rates,
+            traffic=placer.traffic,
+            load=self._load,
+            recompute=self._recompute,
+        )
         explain = Explain(identify, placer, self.fleet)
-        self.public = PublicApp(path, self.fleet)
+        self.public = PublicApp(path, self.fleet, observe_only=settings.observe_only)
         self.admin = AdminApp(
             self.fleet,
             index,
-            ledger,
             identify,
-            self._history,
+            lambda top: report(top=top),
             receipts,
             fetches,
             explain,
-            hit_rates,
             metrics.registry,
         )
 
@@ -119,12 +140,15 @@ class Gateway:
         A gateway that watches nothing must not go on: if a task ends by itself, `on_failure` is called at once, and its
         exception is raised at the end.
         """
-        await self._identifier.start()
+        if not self._observe_only:
+            await self._identifier.start()
         tasks = [
             asyncio.create_task(self.fleet.run(), name="fleet"),
-            asyncio.create_task(self._profiles.run(), name="parity"),
             asyncio.create_task(self._sample_history(), name="duplication history"),
+            asyncio.create_task(self._sample_load(), name="load"),
         ]
+        if not self._observe_only:
+            tasks.append(asyncio.create_task(self._profiles.run(), name="parity"))
         for task in tasks:
             task.add_done_callback(lambda done: None if done.cancelled() else on_failure())
         try:
@@ -143,6 +167,15 @@ class Gateway:
         for error in ended:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 raise error
+
+    def _fetched(self, record: FetchRecord) -> None:
+        self._metrics.fetch_done(record)
+        self._recompute.fetched(record)
+
+    async def _sample_load(self) -> None:
+        while True:
+            await asyncio.sleep(LOAD_EVERY_S)
+            self._load.observe(self.fleet.sequences())
 
     async def _sample_history(self) -> None:
         while True:

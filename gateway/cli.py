@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-level", help="debug, info, warning or error (default info)")
     serve.add_argument("--request-log", metavar="FILE", help="write every request into this file, for `replay`")
     serve.add_argument("--hash-prompts", action="store_true", help="write hashes of prompts instead of their text")
+    serve.add_argument("--observe-only", action="store_true", help="follow the agents and report; take no requests")
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser("demo", help="three replicas, agents and a gateway on this machine, and a scenario")
@@ -123,6 +124,8 @@ def _serve(options: argparse.Namespace) -> int:
     overrides: dict[str, Any] = {"listen": {key: value for key, value in listen.items() if value is not None}}
     telemetry = {key: getattr(options, key) for key in ("log_level", "request_log", "hash_prompts")}
     overrides["telemetry"] = {key: value for key, value in telemetry.items() if value}
+    if options.observe_only:
+        overrides["observe_only"] = True
     settings = _settings(options, overrides)
     from gateway.serve import run
 

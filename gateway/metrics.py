@@ -21,6 +21,7 @@ from gateway.identity.prompt import IdentityMode
 if TYPE_CHECKING:
     from gateway.duplication.hit_rates import HitRates
     from gateway.duplication.ledger import Ledger
+    from gateway.duplication.recomputed import Recompute
     from gateway.fleet.fleet import Fleet
     from gateway.fleet.model_profiles import ModelProfiles
     from gateway.identity.identifier import Identifier
@@ -115,9 +116,12 @@ class GatewayMetrics:
         identify: Identify,
         profiles: ModelProfiles,
         hit_rates: HitRates,
+        recompute: Recompute,
     ) -> None:
         """Export the state of these at every scrape."""
-        self.registry.register(_StateCollector(fleet, index, ledger, identifier, identify, profiles, hit_rates))
+        self.registry.register(
+            _StateCollector(fleet, index, ledger, identifier, identify, profiles, hit_rates, recompute)
+        )
 
     def fetch_done(self, record: FetchRecord) -> None:
         """Count one fetch that ended."""
@@ -159,6 +163,7 @@ class _StateCollector(Collector):
         identify: Identify,
         profiles: ModelProfiles,
         hit_rates: HitRates,
+        recompute: Recompute,
     ) -> None:
         self._fleet = fleet
         self._index = index
@@ -167,6 +172,7 @@ class _StateCollector(Collector):
         self._identify = identify
         self._profiles = profiles
         self._hit_rates = hit_rates
+        self._recompute = recompute
 
     def describe(self) -> list[Metric]:
         return []
@@ -302,4 +308,13 @@ class _StateCollector(Collector):
         for (model, tier), totals in self._ledger.totals().items():
             excess.add_metric([model, tier.name.lower()], totals.excess)
             held.add_metric([model, tier.name.lower()], totals.held)
-        yield from (excess, held)
+        stored = CounterMetricFamily(
+            "prefix_gateway_stored_tokens", "Tokens whose KV replicas computed, as they report it.", labels=["model"]
+        )
+        recomputed = CounterMetricFamily(
+            "prefix_gateway_recomputed_tokens", "Those of them that another replica held then.", labels=["model"]
+        )
+        for each in self._recompute.totals():
+            stored.add_metric([each.model], each.stored_tokens)
+            recomputed.add_metric([each.model], each.recomputed_tokens)
+        yield from (excess, held, stored, recomputed)

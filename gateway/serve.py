@@ -87,7 +87,8 @@ async def _serve(settings: Settings, public: socket.socket, admin: socket.socket
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
-    log.info("serving %s/v1, admin on %s/admin", address(public), address(admin))
+    what = "observing only: requests are refused at" if settings.observe_only else "serving"
+    log.info("%s %s/v1, admin on %s/admin", what, address(public), address(admin))
     async with gateway.running(on_failure=stop):
         await asyncio.gather(servers[0].serve([public]), servers[1].serve([admin]))
 

@@ -1,9 +1,10 @@
 """The gateway's configuration: one YAML file, every key overridable from the environment, read once at start.
 
 `PREFIX_GATEWAY_<SECTION>__<KEY>` overrides a key of a section; `PREFIX_GATEWAY_REPLICAS` replaces the list (YAML or
-JSON). An unknown key or a bad value stops the start and names the key. Secrets are never flags and never in the YAML:
-the agents' token comes from `PREFIX_GATEWAY_AGENT_TOKEN`, the engines' API key from `PREFIX_GATEWAY_ENGINE_API_KEY`,
-or each from the file that the same name with `_FILE` names; the key of one engine from its replica's `api_key_file`.
+JSON), `PREFIX_GATEWAY_OBSERVE_ONLY` the switch. An unknown key or a bad value stops the start and names the key.
+Secrets are never flags and never in the YAML: the agents' token comes from `PREFIX_GATEWAY_AGENT_TOKEN`, the engines'
+API key from `PREFIX_GATEWAY_ENGINE_API_KEY`, or each from the file that the same name with `_FILE` names; the key of
+one engine from its replica's `api_key_file`.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration."""
+    """The whole configuration. `observe_only`: follow the agents and report, but take no requests."""
 
+    observe_only: bool = False
     listen: ListenSettings = ListenSettings()
     replicas: list[ReplicaSettings] = []
     engine_tls: EngineTls = EngineTls()
@@ -193,6 +195,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
         if not separator:
             tree[section] = value
             continue
+        if section == "observe_only":
+            raise SettingsError(f"{name}: observe_only is a switch and has no keys")
         within = tree.setdefault(section, {})
         if not isinstance(within, dict):
             raise SettingsError(f"{name}: {section} is a list and has no keys")
@@ -235,6 +239,8 @@ def field_first(message: str) -> str:
 
 
 def _check(settings: Settings) -> None:
+    if settings.observe_only and settings.replicas and all(replica.agent is None for replica in settings.replicas):
+        raise SettingsError("observe_only: no replica has an agent, so there is nothing to observe")
     seen: set[str] = set()
     sharing: dict[tuple[str, int | None], dict[int | None, str]] = {}
     for at, replica in enumerate(settings.replicas):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,10 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 from gateway.api.errors import error_response
 from gateway.api.explain import Explain
 from gateway.api.replica_state import describe
-from gateway.duplication.history import History
-from gateway.duplication.hit_rates import HitRates
-from gateway.duplication.ledger import Ledger
-from gateway.duplication.report import build_report
+from gateway.duplication.report import DuplicationReport
 from gateway.errors import RequestError
 from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
 from gateway.fleet.fleet import Fleet
@@ -27,31 +25,30 @@ from kvstore.messages import FetchRecord
 
 
 class AdminApp(FastAPI):
-    """Served on the admin port, never to clients. Answers are JSON; bytes are bytes and seconds are seconds."""
+    """Served on the admin port, never to clients. Answers are JSON; bytes are bytes and seconds are seconds.
+
+    `report` makes the duplication report, with so many prefixes and pairs.
+    """
 
     def __init__(
         self,
         fleet: Fleet,
         index: PrefixIndex,
-        ledger: Ledger,
         identify: Identify,
-        history: History,
+        report: Callable[[int], DuplicationReport],
         receipts: Receipts,
         fetches: Fetches,
         explain: Explain,
-        hit_rates: HitRates,
         registry: CollectorRegistry,
     ) -> None:
         super().__init__(title="prefix-gateway admin", docs_url=None, redoc_url=None, openapi_url=None)
         self._fleet = fleet
         self._index = index
-        self._ledger = ledger
         self._identify = identify
-        self._history = history
+        self._report = report
         self._receipts = receipts
         self._fetches = fetches
         self._explain = explain
-        self._hit_rates = hit_rates
         self._registry = registry
         self.add_api_route("/health", _health)
         self.add_api_route("/metrics", self._metrics)
@@ -107,8 +104,7 @@ class AdminApp(FastAPI):
         return _json(await self._explain(await request.body()))
 
     async def _duplication(self, top: int = 20) -> Response:
-        top = max(0, min(top, 1_000))
-        return _json(build_report(self._ledger, top=top, history=self._history, hit_rates=self._hit_rates))
+        return _json(self._report(max(0, min(top, 1_000))))
 
 
 def _record(record: FetchRecord) -> dict[str, Any]:

@@ -20,10 +20,12 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 422: "invalid_request"}
 class PublicApp(FastAPI):
     """FastAPI for everything but the hot path: `POST /v1/*` goes to the request path before any middleware."""
 
-    def __init__(self, request_path: ASGIApp, fleet: Fleet) -> None:
+    def __init__(self, request_path: ASGIApp, fleet: Fleet, *, observe_only: bool = False) -> None:
+        """`observe_only`: `request_path` refuses whatever comes, and so does everything else under `/v1`."""
         super().__init__(title="prefix-gateway", docs_url=None, redoc_url=None, openapi_url=None)
         self._request_path = request_path
         self._fleet = fleet
+        self._observe_only = observe_only
         self.add_api_route("/v1/models", self._models)
         self.add_api_route("/v1/models/{model:path}", self._model)
         self.add_api_route("/health", _health)
@@ -33,7 +35,8 @@ class PublicApp(FastAPI):
         self.add_exception_handler(RequestValidationError, _validation_error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+        engine = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if engine and (scope["method"] == "POST" or self._observe_only):
             await self._request_path(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
@@ -48,7 +51,10 @@ class PublicApp(FastAPI):
         return card
 
     async def _ready(self) -> dict[str, str]:
-        if not self._fleet.ready():
+        if self._observe_only:
+            if not self._fleet.observes():
+                raise no_replica("no agent's reports are followed yet")
+        elif not self._fleet.ready():
             raise no_replica("no engine is up yet")
         return {"status": "ready"}
 

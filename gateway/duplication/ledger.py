@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gateway.duplication.prefixes import SharedPrefix, shared_prefixes
+from gateway.duplication.demand import Demand, Load, Traffic
+from gateway.duplication.prefixes import Shared, SharedPrefix, shared_prefixes
 from gateway.placement.column import Keys
 from gateway.placement.holders import WORD, Change, words
 from gateway.placement.index import PrefixIndex
@@ -81,7 +82,12 @@ class Ledger:
     square of the replicas that share something, not with the index. Figures are valid until the next change.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(
+        self, index: PrefixIndex, on_stored: Callable[[str, Kind, int, int], None] = lambda *stored: None
+    ) -> None:
+        """`on_stored` is told of blocks that a registered replica got in HBM: replica, kind, how many, and how many of
+        them others of the kind had."""
+        self._on_stored = on_stored
         self._index = index
         self._bits: dict[str, int] = {}
         self._replicas: dict[int, str] = {}
@@ -128,7 +134,9 @@ class Ledger:
         """Index listener: one replica got or lost blocks."""
         kind = self._kinds.get(change.replica)
         if kind is not None:
-            self._count(kind, change, 1 if change.gained else -1)
+            copied = self._count(kind, change, 1 if change.gained else -1)
+            if change.gained and change.tier is Tier.HBM:
+                self._on_stored(change.replica, kind, change.keys.size, copied)
 
     # figures
 
@@ -171,12 +179,25 @@ class Ledger:
 
     def prefixes(self, top: int = 20) -> list[SharedPrefix]:
         """The `top` shared prefixes by excess bytes. Looks at every block: for a page, not for a request path."""
+        return self.shared(top).top
+
+    def shared(self, top: int = 20, demand: Demand | None = None, load: Load | None = None) -> Shared:
+        """The same, and what is useful of the whole excess: copies that the traffic needs, as `demand` and `load` say.
+
+        Without them no prefix needs a second copy.
+        """
+        demand, load = demand or Traffic({}, 0), load or Load()
         found: list[SharedPrefix] = []
+        useful = 0
         for (kind, tier), count in self._counts.items():
             if count.held > count.distinct:
-                found += shared_prefixes(self._index, kind, tier, self._masks[kind], top)
+                shared = shared_prefixes(
+                    self._index, kind, tier, self._masks[kind], top, demand, load, len(self._replicas)
+                )
+                found += shared.top
+                useful += shared.useful_bytes
         found.sort(key=lambda prefix: (-prefix.excess_bytes, prefix.tier, prefix.key))
-        return found[:top]
+        return Shared(found[:top], useful)
 
     def check(self) -> None:
         """Asserts that the counts are what a recount of the index gives."""
@@ -195,7 +216,8 @@ class Ledger:
 
     # the one place where counts change
 
-    def _count(self, kind: Kind, change: Change, sign: int) -> None:
+    def _count(self, kind: Kind, change: Change, sign: int) -> int:
+        """How many of the blocks others of the kind hold."""
         count = self._counts.get((kind, change.tier))
         if count is None:
             count = self._counts[kind, change.tier] = _Count()
@@ -210,12 +232,13 @@ class Ledger:
         count.held += sign * change.keys.size
         count.distinct += sign * (change.keys.size - copied)
         if not copied:
-            return
+            return 0
         self._excess += sign * copied * kind.block_bytes
         self.peak_excess = max(self.peak_excess, self._excess)
         row = count.row(change.bit.bit_length() - 1, WORD * (max(members) + 1))
         for word, masks in others:
             row[WORD * word : WORD * word + WORD] += sign * _by_bit(masks)
+        return copied
 
     def _recount(self, replica: str, sign: int) -> None:
         kind, bit = self._kinds.get(replica), self._bits.get(replica)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from gateway.duplication.demand import Demand, Links, Load
+from gateway.placement.column import Keys
 from gateway.placement.holders import WORD
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import ROOT_PARENT, Tier
@@ -29,7 +31,9 @@ class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     A segment ends where the holder set changes or where two chains with that holder set part. `depth_tokens` counts
     from the prompt's first token to the segment's last (where the chain above is held by nobody, from the first block
-    that is), `tokens` the segment alone; `excess_bytes` is what all copies of the segment but one take.
+    that is), `tokens` the segment alone; `excess_bytes` is what all copies of the segment but one take. Its traffic
+    needs `needed` copies (`gateway.duplication.demand`): of the excess, what they take but for one is `useful_bytes`,
+    the rest `wasted_bytes`.
     """
 
     key: int
@@ -39,17 +43,39 @@ class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     copies: int
     holders: list[str]
+    needed: int
     excess_bytes: int
+    useful_bytes: int
+    wasted_bytes: int
 
 
-def shared_prefixes(index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, top: int) -> list[SharedPrefix]:
-    """Cuts what two or more replicas of `mask` hold into prefixes, every block in exactly one; the `top` by excess."""
-    keys, parents, holders = index.shared(tier, mask)
+class Shared(NamedTuple):
+    """The `top` of the shared prefixes, by excess, and the useful bytes of all of them."""
+
+    top: list[SharedPrefix]
+    useful_bytes: int
+
+
+def shared_prefixes(
+    index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, top: int, demand: Demand, load: Load, replicas: int
+) -> Shared:
+    """Cuts what two or more replicas of `mask` hold into prefixes, every block in exactly one.
+
+    `demand` and `load`, that of all `replicas`, say how many copies each needs.
+    """
+    keys, parents, holders = index.shared(tier, mask, demand.least)
+    copies = _copies(keys, holders)
+    links = _links(keys, parents)
+    shares = demand.shares(keys, links, copies)
+    shared = (copies > 1).nonzero()[0]
+    if shared.size < keys.size:
+        keys, parents, shares = keys.take(shared), parents.take(shared), shares.take(shared)
+        holders = [(word, masks.take(shared)) for word, masks in holders]
+        copies, links = copies.take(shared), _links(keys, parents)
     if not keys.size:
-        return []
-    order = np.argsort(keys)
-    above = order.take(np.searchsorted(keys, parents, sorter=order), mode="clip")
-    joined = keys.take(above) == parents
+        return Shared([], 0)
+    joined = links >= 0
+    above = np.maximum(links, 0)
     for _, masks in holders:
         joined &= masks.take(above) == masks
     children = np.bincount(above[joined], minlength=keys.size)
@@ -57,14 +83,15 @@ def shared_prefixes(index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, 
     follows = joined & (children.take(above) == 1)
     lengths = _lengths(np.where(follows, above, -1))
     lasts = (children != 1).nonzero()[0]
-    copies = sum(np.bitwise_count(masks.take(lasts)).astype(np.int64) for _, masks in holders)
-    excess = (copies - 1) * lengths.take(lasts)
+    excess = (copies.take(lasts) - 1) * lengths.take(lasts)
+    needed = np.minimum(load.needed(shares, replicas), mask.bit_count())
+    useful = (np.minimum(copies, needed) - 1) * lengths
     best = lasts.take(np.lexsort((keys.take(lasts), -excess))[:top])
     depths: dict[int, int] = {}
     found = []
     for last in best.tolist():
         names = index.replicas_of(sum(int(masks[last]) << WORD * word for word, masks in holders))
-        blocks = int(lengths[last])
+        blocks, size = int(lengths[last]), (len(names) - 1) * int(lengths[last]) * kind.block_bytes
         found.append(
             SharedPrefix(
                 key=int(keys[last]),
@@ -74,10 +101,29 @@ def shared_prefixes(index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, 
                 tokens=blocks * kind.block_tokens,
                 copies=len(names),
                 holders=sorted(names),
-                excess_bytes=(len(names) - 1) * blocks * kind.block_bytes,
+                needed=int(needed[last]),
+                excess_bytes=size,
+                useful_bytes=int(useful[last]) * kind.block_bytes,
+                wasted_bytes=size - int(useful[last]) * kind.block_bytes,
             )
         )
-    return found
+    return Shared(found, int(useful.take(lasts).sum()) * kind.block_bytes)
+
+
+def _copies(keys: Keys, holders: list[tuple[int, Keys]]) -> Links:
+    copies = np.zeros(keys.size, np.int64)
+    for _, masks in holders:
+        copies += np.bitwise_count(masks)
+    return copies
+
+
+def _links(keys: Keys, parents: Keys) -> Links:
+    """For every block the index of its parent, -1 where that is not among them."""
+    if not keys.size:
+        return np.zeros(0, np.int64)
+    order = np.argsort(keys)
+    above = order.take(np.searchsorted(keys, parents, sorter=order), mode="clip")
+    return np.where(keys.take(above) == parents, above, -1)
 
 
 def _lengths(above: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.duplication.demand import Held, Load, Traffic
 from gateway.duplication.history import History, Window
 from gateway.duplication.hit_rates import HitRate, HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.prefixes import SharedPrefix
+from gateway.duplication.recomputed import Recompute, Recomputed
+from gateway.placement.adaptive_key import AdaptiveKey
 from kvstore.messages import Tier
 
 MIB = 1 << 20
+
+_BASIS = {"requests": "the gateway's last requests", "held": "what is held below them"}
 
 
 class ModelDuplication(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,16 +53,29 @@ class PrefixDuplication(msgspec.Struct, frozen=True, kw_only=True):
     depth_tokens: int
     tokens: int
     copies: int
+    needed: int
     holders: list[str]
     excess_bytes: int
+    useful_bytes: int
+    wasted_bytes: int
 
 
 class DuplicationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known about duplicated KV now. All sizes are bytes; every list is sorted, the largest first."""
+    """Everything known about duplicated KV now. All sizes are bytes; every list is sorted, the largest first.
+
+    `useful_bytes` of the excess are copies that the traffic of their prefixes needs under the bound of placement,
+    `wasted_bytes` the rest, which routing by prefix would not make; `demand` says by what the traffic is known: the
+    gateway's own `requests`, or, as long as there are none, what is `held`. `recomputed` is prefill that another
+    replica had already done, since the gateway's start.
+    """
 
     held_bytes: int
     distinct_bytes: int
     excess_bytes: int
+    useful_bytes: int
+    wasted_bytes: int
+    demand: str
+    recomputed: list[Recomputed]
     models: list[ModelDuplication]
     replicas: list[ReplicaDuplication]
     pairs: list[PairDuplication]
@@ -73,9 +91,17 @@ def build_report(
     history: History | None = None,
     window_s: float = 3600.0,
     hit_rates: HitRates | None = None,
+    traffic: AdaptiveKey | None = None,
+    load: Load | None = None,
+    recompute: Recompute | None = None,
 ) -> DuplicationReport:
-    """The report now, with the `top` prefixes and pairs, and the mean and maximum of the last `window_s`."""
+    """The report now, with the `top` prefixes and pairs, and the mean and maximum of the last `window_s`.
+
+    `traffic` has the gateway's last requests; where there are none, what is held says whose the traffic is.
+    """
     totals = ledger.totals()
+    counts, requests = traffic.seen() if traffic is not None else ({}, 0)
+    shared = ledger.shared(top, Traffic(counts, requests) if requests else Held(), load)
     models = [
         ModelDuplication(
             model=model, tier=_name(tier), held_bytes=t.held, distinct_bytes=t.distinct, excess_bytes=t.excess
@@ -95,10 +121,14 @@ def build_report(
         held_bytes=sum(t.held for t in totals.values()),
         distinct_bytes=sum(t.distinct for t in totals.values()),
         excess_bytes=ledger.excess,
+        useful_bytes=shared.useful_bytes,
+        wasted_bytes=ledger.excess - shared.useful_bytes,
+        demand="requests" if requests else "held",
+        recomputed=recompute.totals() if recompute is not None else [],
         models=sorted(models, key=lambda m: (-m.excess_bytes, m.model, m.tier)),
         replicas=sorted(replicas, key=lambda r: (-r.held_bytes, r.replica, r.tier)),
         pairs=sorted(pairs, key=lambda p: (-p.shared_bytes, p.replicas, p.tier))[:top],
-        prefixes=[_prefix(prefix) for prefix in ledger.prefixes(top)],
+        prefixes=[_prefix(prefix) for prefix in shared.top],
         window=history.window(window_s) if history is not None else None,
         hit_rates=hit_rates.rates() if hit_rates is not None else [],
     )
@@ -110,7 +140,14 @@ def render_text(report: DuplicationReport) -> str:
         f"KV held     {_mib(report.held_bytes)} MiB",
         f"distinct    {_mib(report.distinct_bytes)} MiB",
         f"duplicated  {_mib(report.excess_bytes)} MiB  ({_share(report.excess_bytes, report.held_bytes)} of held)",
+        f"  useful    {_mib(report.useful_bytes)} MiB  copies that their traffic needs, by {_BASIS[report.demand]}",
+        f"  wasted    {_mib(report.wasted_bytes)} MiB  routing by prefix would not make these",
     ]
+    for each in report.recomputed:
+        lines.append(
+            f"prefill of {each.model}: {each.stored_tokens:,} tokens, {each.recomputed_tokens:,} of them "
+            f"({_share(each.recomputed_tokens, each.stored_tokens)}) while another replica held them"
+        )
     if not report.models:
         lines.append(
             "no replica reports any block: is an agent running beside each engine, and has there been traffic?"
@@ -138,10 +175,23 @@ def render_text(report: DuplicationReport) -> str:
         lines += _table(["both hold", "tier", "MiB"], rows, text_columns=2)
     if report.prefixes:
         rows = [
-            [p.key, p.model, p.tier, f"{p.depth_tokens:,}", f"{p.tokens:,}", str(p.copies), _mib(p.excess_bytes)]
+            [
+                *(p.key, p.model, p.tier, f"{p.depth_tokens:,}", f"{p.tokens:,}"),
+                *(str(p.copies), str(p.needed), _mib(p.excess_bytes), _mib(p.wasted_bytes)),
+            ]
             for p in report.prefixes
         ]
-        headers = ["shared prefix", "model", "tier", "depth tokens", "tokens", "copies", "duplicated MiB"]
+        headers = [
+            "shared prefix",
+            "model",
+            "tier",
+            "depth tokens",
+            "tokens",
+            "copies",
+            "needed",
+            "duplicated MiB",
+            "wasted MiB",
+        ]
         lines += _table(headers, rows, text_columns=3)
     return "\n".join(lines) + "\n"
 
@@ -154,8 +204,11 @@ def _prefix(prefix: SharedPrefix) -> PrefixDuplication:
         depth_tokens=prefix.depth_tokens,
         tokens=prefix.tokens,
         copies=prefix.copies,
+        needed=prefix.needed,
         holders=prefix.holders,
         excess_bytes=prefix.excess_bytes,
+        useful_bytes=prefix.useful_bytes,
+        wasted_bytes=prefix.wasted_bytes,
     )
 
 

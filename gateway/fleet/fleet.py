@@ -73,7 +73,7 @@ class Fleet:
                     token=settings.agent_token,
                     route_seed=settings.placement.route_seed,
                     on_hello=self._register,
-                    on_model_files=profiles.learn,
+                    on_model_files=None if settings.observe_only else profiles.learn,
                     on_fetch=fetches.add,
                     on_heartbeat=self.trust.heard,
                 )
@@ -143,6 +143,17 @@ class Fleet:
         """Has the reports of a replica taken anew, from a snapshot on; nothing to do where none are followed."""
         if stream := self.streams.get(replica):
             stream.resync(why)
+
+    def sequences(self) -> int:
+        """Requests at the engines, running and waiting: of all clients, where an agent says, else this gateway's."""
+        return sum(
+            beat.running + beat.waiting if (beat := each.heartbeat) and each.reporting else each.load.sequences
+            for each in self.replicas.values()
+        )
+
+    def observes(self) -> bool:
+        """Whether the reports of any replica are followed."""
+        return any(replica.reporting for replica in self.replicas.values())
 
     def ready(self) -> bool:
         """Whether any engine is up."""

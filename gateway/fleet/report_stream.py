@@ -76,11 +76,12 @@ class ReportStream:
         token: str,
         route_seed: int,
         on_hello: Callable[[Replica, Hello], None],
-        on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]],
+        on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]] | None,
         on_fetch: Callable[[FetchRecord], None],
         on_heartbeat: Callable[[str], None] = lambda replica: None,
     ) -> None:
-        """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has."""
+        """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has.
+        Without `on_model_files` they are not asked for."""
         self.replica_id = replica.id
         self._replica = replica
         self._agent = agent
@@ -145,7 +146,7 @@ class ReportStream:
                 )
             replica.hello = hello
             self._on_hello(replica, hello)
-            if "exact" in hello.identity_modes:
+            if self._on_model_files is not None and "exact" in hello.identity_modes:
                 files = await self._get("/v1/model-files", msgspec.msgpack.Decoder(ModelFiles), MAX_FILES_BYTES)
                 await self._on_model_files(replica, files)
             headers = self._traced()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gateway.placement.settings import PlacementSettings
@@ -97,6 +97,11 @@ class AdaptiveKey:
                     del counts[mark]
                 else:
                     counts[mark] -= 1
+
+    def seen(self) -> tuple[Mapping[int, int], int]:
+        """How many of the last requests passed through each boundary key, and how many requests those are; valid until
+        the next `observe`."""
+        return self._counts, len(self._window)
 
     def check(self) -> None:
         """Asserts that the counts are those of the window."""

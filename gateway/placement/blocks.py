@@ -146,8 +146,8 @@ class Blocks:
                 yield (rows[:most] + begin).astype(np.uint32)
             begin = last
 
-    def shared(self, tier: Tier, masks: dict[int, int]) -> tuple[Rows, list[tuple[int, Keys]]]:
-        """Rows of the blocks that two or more of these holders have in `tier`, ascending, and which of them by word."""
+    def shared(self, tier: Tier, masks: dict[int, int], least: int = 2) -> tuple[Rows, list[tuple[int, Keys]]]:
+        """Rows of the blocks that `least` or more of these holders have in `tier`, ascending, and which by word."""
         planes = [(word, self.planes[tier, word]) for word in sorted(masks) if (tier, word) in self.planes]
         found = [np.zeros(0, np.uint32)]
         for begin in range(1, self.table.top, SWEEP_ROWS):
@@ -155,7 +155,7 @@ class Blocks:
             copies = np.zeros(end - begin, np.uint16)
             for word, plane in planes:
                 copies += np.bitwise_count(plane.values[begin:end] & np.uint64(masks[word]))
-            found.append(((copies > 1).nonzero()[0] + begin).astype(np.uint32))
+            found.append(((copies >= least).nonzero()[0] + begin).astype(np.uint32))
         rows = np.concatenate(found)
         return rows, [(word, plane.values.take(rows) & np.uint64(masks[word])) for word, plane in planes]
 

@@ -298,12 +298,12 @@ class Holdings:
                 return int(parent)
         return int(self._blocks.parents.at[row])
 
-    def shared(self, tier: Tier, mask: int) -> tuple[Keys, Keys, list[tuple[int, Keys]]]:
-        """Blocks that two or more replicas of `mask` hold in `tier`: keys, parents, and holders of `mask` by word.
+    def shared(self, tier: Tier, mask: int, least: int = 2) -> tuple[Keys, Keys, list[tuple[int, Keys]]]:
+        """Blocks that `least` or more replicas of `mask` hold in `tier`: keys, parents, and holders of `mask` by word.
 
         The parent is that of the holder with the lowest bit. Looks at every block: for a page, not for a request path.
         """
-        rows, sets = self._blocks.shared(tier, words(mask))
+        rows, sets = self._blocks.shared(tier, words(mask), least)
         keys, parents = self._blocks.table.keys.values.take(rows), self._blocks.parents.values.take(rows)
         above = np.zeros(rows.size, np.bool_)
         for word, masks in sets:

@@ -6,7 +6,10 @@ The engines take prompts of token ids, so that no tokenizer is needed for exact 
 from __future__ import annotations
 
 import contextlib
+import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +33,16 @@ from gateway.settings import PlacementSection, ReplicaSettings, Settings
 from kvstore.identity import Namespace, token_keys
 
 BLOCK = 16
+SHAPE = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "head_dim": 16,
+    "torch_dtype": "float16",
+}
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 2 * BLOCK
+"""Layers, K and V, heads, dimensions, bytes of a number, tokens."""
 
 
 def prompt(document: int, blocks: int = 20) -> list[int]:
@@ -47,6 +60,7 @@ class ClaimingEngine(EngineStandIn):
 
     def __init__(self) -> None:
         super().__init__()
+        self.url = ""
         self.held: set[int] = set()
         self.restores = False
         self.before_turn: Callable[[], Awaitable[None]] | None = None
@@ -166,12 +180,15 @@ async def claimed_cluster(count: int = 1, *, bare: str = "", **settings: Any) ->
     """
     async with contextlib.AsyncExitStack() as stack:
         engines, replicas = [], []
+        shape = stack.enter_context(tempfile.TemporaryDirectory())
+        (Path(shape) / "config.json").write_text(json.dumps(SHAPE))
         for at in range(count):
             engine = ClaimingEngine()
             events, replay = free_port(), free_port()
             engine.publisher = Publisher(events, replay)
             stack.callback(engine.publisher.close)
-            url = await stack.enter_async_context(serving(engine.app))
+            engine.root = shape
+            engine.url = url = await stack.enter_async_context(serving(engine.app))
             flags = settings_for(url, events, replay, **{"replica-id": f"replica-{at}"})
             replica, agent = await stack.enter_async_context(agent_running(flags))
             engines.append(engine)

@@ -13,8 +13,8 @@ from path_support import HELLO, Parts, exchange, identity
 
 from gateway.api.admin import AdminApp
 from gateway.api.explain import Explain
-from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
+from gateway.duplication.report import build_report
 from gateway.identity.identifier import Identifier
 from gateway.path.identify import Identify
 from gateway.path.usage import PromptTokensDetails, Usage
@@ -32,13 +32,11 @@ class Admin:
         app = AdminApp(
             parts.fleet,
             parts.index,
-            ledger,
             identify,
-            History(ledger),
+            lambda top: build_report(ledger, top=top),
             parts.receipts,
             parts.fetches,
             Explain(identify, parts.placer, parts.fleet),
-            parts.hit_rates,
             parts.metrics.registry,
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")

@@ -40,7 +40,11 @@ def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Pat
         default.limits,
         default.telemetry,
     )
-    assert loaded.replicas == []
+    assert (loaded.replicas, loaded.observe_only) == ([], False)
+
+
+def test_observe_only(render: Render, tmp_path: Path) -> None:
+    assert load(render(config={"replicas": [REPLICA], "observe_only": True}), tmp_path).observe_only is True
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""How many copies of a prefix its traffic needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gateway.placement.column import Keys
+from gateway.placement.settings import PlacementSettings
+
+Shares = npt.NDArray[np.float64]
+Links = npt.NDArray[np.int64]
+"""For every block the index of the one before it, -1 where that is not among them."""
+
+
+class Demand(Protocol):
+    """What share of the traffic passes through each block of a forest: of all blocks that `least` replicas hold."""
+
+    least: int
+
+    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
+        """One for each of `keys`, of which `copies` are held."""
+
+
+class Traffic:
+    """By the gateway's own last requests, which it counts at some depths of their prompts (`AdaptiveKey`).
+
+    A block between two of those depths has the share of the one above it, so of two answers the one that needs more.
+    """
+
+    least = 2
+
+    def __init__(self, counts: Mapping[int, int], requests: int) -> None:
+        self._counts = counts
+        self._requests = requests
+
+    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
+        """See `Demand`."""
+        marks = np.fromiter(self._counts.keys(), np.uint64, len(self._counts))
+        counts = np.fromiter(self._counts.values(), np.float64, len(self._counts))
+        order = np.argsort(marks)
+        found = np.append(np.zeros(keys.size), 0.0)
+        if marks.size:
+            places = order.take(np.searchsorted(marks, keys, sorter=order), mode="clip")
+            marked = marks.take(places) == keys
+            found[:-1] = np.where(marked, counts.take(places), 0.0)
+            above = np.append(np.where(marked, np.arange(keys.size), above), -1)
+            for _ in range(keys.size.bit_length()):  # each step looks twice as far up
+                above = above.take(above)
+        else:
+            above = np.full(keys.size + 1, -1)
+        shares: Shares = found.take(above[:-1]) / max(1, self._requests)
+        return shares
+
+
+class Held:
+    """By what the fleet holds: the blocks below each block, and itself, as a share of all, every copy counted.
+
+    What caches hold is the work that was last done, so where no request is seen this tells whose it was.
+    """
+
+    least = 1
+
+    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
+        """See `Demand`."""
+        sums = copies.astype(np.float64)
+        for _ in range(keys.size.bit_length()):
+            there = (above >= 0).nonzero()[0]
+            if not there.size:
+                break
+            sums = sums + np.bincount(above.take(there), sums.take(there), keys.size)
+            above = np.append(above, -1).take(above)
+        shares: Shares = sums / max(1, int(copies.sum()))
+        return shares
+
+
+class Load:
+    """Requests at the engines, running and waiting, of late. Owns a moving average; `observe` it at a steady pace."""
+
+    def __init__(self, settings: PlacementSettings | None = None, weight: float = 0.05) -> None:
+        self._settings = settings or PlacementSettings()
+        self._weight = weight
+        self.sequences: float | None = None
+
+    def observe(self, sequences: int) -> None:
+        """So many are there now."""
+        if self.sequences is None:
+            self.sequences = float(sequences)
+        self.sequences += self._weight * (sequences - self.sequences)
+
+    def needed(self, shares: Shares, replicas: int) -> Links:
+        """Copies that prefixes with these shares of the traffic need: as many as replicas are filled by it up to the
+        bound of placement, (1 + epsilon) x mean + floor, at least 1. An idle fleet needs no second copy of anything."""
+        total = self.sequences or 0.0
+        most = (1 + self._settings.eps) * total / max(1, replicas) + self._settings.floor_sequences
+        # A share that comes out as a whole number of replicas is not to be rounded up by its last bit.
+        needed: Links = np.ceil(shares * total / most - 1e-9).astype(np.int64)
+        return np.clip(needed, 1, max(1, replicas))
