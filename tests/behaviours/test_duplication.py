@@ -8,8 +8,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from placement_fleet import Fleet, Request, prompt
 
+from gateway.duplication.demand import Load
 from gateway.duplication.ledger import Ledger
+from gateway.duplication.report import build_report, render_text
 from gateway.placement.index import PrefixIndex
 from kvstore.identity import Namespace, token_keys
 from kvstore.messages import ROOT_PARENT, Tier
@@ -244,3 +247,35 @@ def test_index_memory_stays_under_its_bound(request):
 
 def _tell(index, replica, keys):
     index.store(replica, Tier.HBM, keys, np.concatenate((np.array([ROOT_PARENT], np.uint64), keys[:-1])))
+
+
+def test_useful_and_wasted_add_up():
+    """Useful + wasted = excess, whatever is held. What was spilled by load is useful, what a restart scattered wasted.
+
+    A document that every request is about, on eight replicas that have sixty requests at a time; another, asked for
+    once, of which three replicas still have copies from before a restart.
+    """
+    fleet = Fleet(8, decode_s=0.02)
+    ledger, load = Ledger(fleet.index), Load()
+    for replica in fleet.engines:
+        ledger.register(replica, "m", 1000, 16)
+    hot, scattered = prompt(1, 1600).keys, prompt(2, 800).keys
+    for at in range(600):
+        fleet.submit(Request(at / 6, prompt(100 + at, 1664, shared=hot), 500))
+        load.observe(sum(view.running for view in fleet.views()))
+    fleet.submit(Request(100.0, prompt(50, 864, shared=scattered), 10))
+    fleet.advance(100.5)
+    for replica in ("replica-1", "replica-4", "replica-6"):
+        fleet.index.store(replica, Tier.HBM, scattered, [ROOT_PARENT, *scattered[:-1]])
+    report = build_report(ledger, top=100, traffic=fleet.placer.traffic, load=load)
+    assert report.demand == "requests"
+    assert report.useful_bytes + report.wasted_bytes == report.excess_bytes == ledger.excess
+    for prefix in report.prefixes:
+        assert prefix.useful_bytes + prefix.wasted_bytes == prefix.excess_bytes
+    found = {prefix.tokens: prefix for prefix in report.prefixes}
+    spilled, left = found[1600], found[800]
+    assert 1 < spilled.copies <= spilled.needed
+    assert (spilled.useful_bytes, spilled.wasted_bytes) == (spilled.excess_bytes, 0)
+    assert left.copies in (3, 4)
+    assert (left.needed, left.useful_bytes, left.wasted_bytes) == (1, 0, left.excess_bytes)
+    assert "wasted" in render_text(report)

@@ -94,6 +94,10 @@ def test_a_bad_configuration_names_the_key(
     refused_here(capsys, ["serve", "--config", str(path)], *words)
 
 
+def test_observing_takes_an_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    refused_here(capsys, ["serve", "--engine", "http://127.0.0.1:1", "--observe-only"], "observe_only", "no replica")
+
+
 def test_bad_flags_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serve = ["serve", "--engine", "http://127.0.0.1:1"]
     refused_here(
