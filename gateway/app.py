@@ -127,6 +127,7 @@ class Gateway:
             index,
             identify,
             lambda top: report(top=top),
+            self._history,
             receipts,
             fetches,
             explain,

@@ -14,6 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 from gateway.api.errors import error_response
 from gateway.api.explain import Explain
 from gateway.api.replica_state import describe
+from gateway.duplication.history import History
 from gateway.duplication.report import DuplicationReport
 from gateway.errors import RequestError
 from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
@@ -22,6 +23,8 @@ from gateway.path.account import Receipts
 from gateway.path.identify import Identify
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import FetchRecord
+
+MOST_LISTED = 1_000
 
 
 class AdminApp(FastAPI):
@@ -36,6 +39,7 @@ class AdminApp(FastAPI):
         index: PrefixIndex,
         identify: Identify,
         report: Callable[[int], DuplicationReport],
+        history: History,
         receipts: Receipts,
         fetches: Fetches,
         explain: Explain,
@@ -46,6 +50,7 @@ class AdminApp(FastAPI):
         self._index = index
         self._identify = identify
         self._report = report
+        self._history = history
         self._receipts = receipts
         self._fetches = fetches
         self._explain = explain
@@ -57,6 +62,9 @@ class AdminApp(FastAPI):
         self.add_api_route("/admin/fetches", self._fetched)
         self.add_api_route("/admin/explain", self._explained, methods=["POST"])
         self.add_api_route("/admin/duplication", self._duplication)
+        self.add_api_route("/admin/duplication/prefixes", self._prefixes)
+        self.add_api_route("/admin/duplication/replicas", self._shared)
+        self.add_api_route("/admin/duplication/history", self._over_time)
         self.add_exception_handler(RequestError, _request_error)
 
     async def _metrics(self) -> Response:
@@ -104,7 +112,29 @@ class AdminApp(FastAPI):
         return _json(await self._explain(await request.body()))
 
     async def _duplication(self, top: int = 20) -> Response:
-        return _json(self._report(max(0, min(top, 1_000))))
+        return _json(self._report(max(0, min(top, MOST_LISTED))))
+
+    async def _prefixes(self, top: int = 100) -> Response:
+        """The shared prefixes alone, as many as are asked for."""
+        report = self._report(max(0, min(top, MOST_LISTED)))
+        return _json({name: getattr(report, name) for name in ("useful_bytes", "wasted_bytes", "demand", "prefixes")})
+
+    async def _shared(self) -> Response:
+        """What each replica holds, and what every two of them both hold."""
+        report = self._report(MOST_LISTED)
+        return _json({"replicas": report.replicas, "pairs": report.pairs})
+
+    async def _over_time(self) -> Response:
+        """The excess at the end of every interval of the last hour, and the most there was in it; oldest first."""
+        now = self._history.now()
+        return _json(
+            {
+                "samples": [
+                    {"ago_s": now - each.at_s, "excess_bytes": each.excess_bytes, "peak_bytes": each.peak_bytes}
+                    for each in self._history.samples()
+                ]
+            }
+        )
 
 
 def _record(record: FetchRecord) -> dict[str, Any]:

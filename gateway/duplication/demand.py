@@ -78,23 +78,26 @@ class Held:
 
 
 class Load:
-    """Requests at the engines, running and waiting, of late. Owns a moving average; `observe` it at a steady pace."""
+    """Requests at the engines, running and waiting, of late. Owns a moving average; `observe` it at a steady pace.
+
+    `weight` is the share of a new observation; the first ones are averaged, until there are as many as it stands for.
+    """
 
     def __init__(self, settings: PlacementSettings | None = None, weight: float = 0.05) -> None:
         self._settings = settings or PlacementSettings()
         self._weight = weight
-        self.sequences: float | None = None
+        self._observed = 0
+        self.sequences = 0.0
 
     def observe(self, sequences: int) -> None:
         """So many are there now."""
-        if self.sequences is None:
-            self.sequences = float(sequences)
-        self.sequences += self._weight * (sequences - self.sequences)
+        self._observed += 1
+        self.sequences += max(self._weight, 1 / self._observed) * (sequences - self.sequences)
 
     def needed(self, shares: Shares, replicas: int) -> Links:
         """Copies that prefixes with these shares of the traffic need: as many as replicas are filled by it up to the
         bound of placement, (1 + epsilon) x mean + floor, at least 1. An idle fleet needs no second copy of anything."""
-        total = self.sequences or 0.0
+        total = self.sequences
         most = (1 + self._settings.eps) * total / max(1, replicas) + self._settings.floor_sequences
         # A share that comes out as a whole number of replicas is not to be rounded up by its last bit.
         needed: Links = np.ceil(shares * total / most - 1e-9).astype(np.int64)

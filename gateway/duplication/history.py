@@ -46,6 +46,10 @@ class History:
         self._samples.append(taken)
         return taken
 
+    def now(self) -> float:
+        """The time by its clock, which samples are stamped with."""
+        return self._clock()
+
     def samples(self) -> list[Sample]:
         """All samples kept, oldest first."""
         return list(self._samples)

@@ -81,7 +81,9 @@ async def test_copies_that_the_load_needs_are_no_waste(observed: Claimed) -> Non
     for number in range(16):
         await _direct(observed, number % 4, _question(number))
     await until(lambda: len(observed.gateway.fleet._index) == SHARED + 16 * 4, "not all is reported")
-    await until(lambda: (observed.gateway._load.sequences or 0) > 47, "the load is not seen")
+    await until(lambda: observed.gateway.fleet.sequences() == 48, "the load is not reported")
+    observed.gateway._load._observed = 0  # what was before does not count
+    await until(lambda: observed.gateway._load.sequences == 48, "the load is not seen")
     report = (await observed.http.get(f"{observed.running.admin_url}/admin/duplication")).json()
     (prefix,) = report["prefixes"]
     assert (prefix["copies"], prefix["needed"]) == (4, 2)
@@ -100,3 +102,26 @@ async def test_what_came_with_a_snapshot_was_not_seen_being_computed(observed: C
     await observed.taken_anew(1, 1)
     await observed.reported(1, 20)
     assert observed.gateway._recompute.totals() == before
+
+
+async def test_the_pages_of_the_report(observed: Claimed) -> None:
+    for at in (0, 1, 2):
+        await _direct(observed, at, prompt(1))
+    await _direct(observed, 0, prompt(2))
+    await observed.reported(0, 40)
+    await observed.reported(1, 20)
+    await observed.reported(2, 20)
+    observed.gateway._history.sample()
+    admin = f"{observed.running.admin_url}/admin/duplication"
+    whole = (await observed.http.get(admin)).json()
+    prefixes = (await observed.http.get(f"{admin}/prefixes", params={"top": 5})).json()
+    assert prefixes == {name: whole[name] for name in ("useful_bytes", "wasted_bytes", "demand", "prefixes")}
+    assert len(prefixes["prefixes"]) == 1
+    replicas = (await observed.http.get(f"{admin}/replicas")).json()
+    assert replicas == {"replicas": whole["replicas"], "pairs": whole["pairs"]}
+    assert [each["held_bytes"] for each in replicas["replicas"]] == [40 * BLOCK_BYTES, *[20 * BLOCK_BYTES] * 2]
+    assert [each["shared_bytes"] for each in replicas["pairs"]] == [20 * BLOCK_BYTES] * 3
+    samples = (await observed.http.get(f"{admin}/history")).json()["samples"]
+    assert samples[-1]["excess_bytes"] == samples[-1]["peak_bytes"] == whole["excess_bytes"] == 40 * BLOCK_BYTES
+    assert [each["ago_s"] for each in samples] == sorted((each["ago_s"] for each in samples), reverse=True)
+    assert samples[-1]["ago_s"] < 60

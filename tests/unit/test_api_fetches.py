@@ -13,6 +13,7 @@ from path_support import HELLO, Parts, exchange, identity
 
 from gateway.api.admin import AdminApp
 from gateway.api.explain import Explain
+from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.report import build_report
 from gateway.identity.identifier import Identifier
@@ -34,6 +35,7 @@ class Admin:
             parts.index,
             identify,
             lambda top: build_report(ledger, top=top),
+            History(ledger),
             parts.receipts,
             parts.fetches,
             Explain(identify, parts.placer, parts.fleet),

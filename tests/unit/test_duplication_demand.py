@@ -92,6 +92,15 @@ def test_needed_is_what_fills_replicas_up_to_the_bound() -> None:
     assert load.needed(shares, 1).tolist() == [1] * 5
 
 
+def test_load_is_a_moving_average() -> None:
+    load = Load(weight=0.25)
+    seen = []
+    for sequences in (8, 4, 0, 16, 16, 16):
+        load.observe(sequences)
+        seen.append(load.sequences)
+    assert seen[:5] == [8.0, 6.0, 4.0, 7.0, 9.25]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("by", ["requests", "held"])
 def test_useful_and_wasted_by_the_definition(seed: int, by: str) -> None:
