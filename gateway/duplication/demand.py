@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +12,8 @@ from gateway.placement.column import Keys
 from gateway.placement.settings import PlacementSettings
 
 Shares = npt.NDArray[np.float64]
+Holders = Sequence[tuple[int, Keys]]
+"""Words of holder sets: a word's number, and that word of every block."""
 Links = npt.NDArray[np.int64]
 """For every block the index of the one before it, -1 where that is not among them."""
 
@@ -21,8 +23,8 @@ class Demand(Protocol):
 
     least: int
 
-    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
-        """One for each of `keys`, of which `copies` are held."""
+    def shares(self, keys: Keys, above: Links, holders: Holders) -> Shares:
+        """One for each of `keys`, which these replicas hold."""
 
 
 class Traffic:
@@ -37,7 +39,7 @@ class Traffic:
         self._counts = counts
         self._requests = requests
 
-    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
+    def shares(self, keys: Keys, above: Links, holders: Holders) -> Shares:
         """See `Demand`."""
         marks = np.fromiter(self._counts.keys(), np.uint64, len(self._counts))
         counts = np.fromiter(self._counts.values(), np.float64, len(self._counts))
@@ -57,23 +59,31 @@ class Traffic:
 
 
 class Held:
-    """By what the fleet holds: the blocks below each block, and itself, as a share of all, every copy counted.
+    """By what the fleet holds: the ends of prompts at and below each block, as a share of all ends.
 
-    What caches hold is the work that was last done, so where no request is seen this tells whose it was.
+    A prompt ends at a block whose replica holds none that follows it. What caches hold are the prompts that were last
+    worked on, so where no request is seen this tells through which prefixes they came. One that was asked for again and
+    again, and nothing else after it, counts once.
     """
 
     least = 1
 
-    def shares(self, keys: Keys, above: Links, copies: Links) -> Shares:
+    def shares(self, keys: Keys, above: Links, holders: Holders) -> Shares:
         """See `Demand`."""
-        sums = copies.astype(np.float64)
-        for _ in range(keys.size.bit_length()):
+        ends = np.zeros(keys.size, np.float64)
+        followed = (above >= 0).nonzero()[0]
+        for _, masks in holders:
+            following = np.zeros(keys.size, np.uint64)
+            np.bitwise_or.at(following, above.take(followed), masks.take(followed))
+            ends += np.bitwise_count(masks & ~following)
+        sums = ends
+        for _ in range(keys.size.bit_length()):  # each step adds what is twice as far below
             there = (above >= 0).nonzero()[0]
             if not there.size:
                 break
             sums = sums + np.bincount(above.take(there), sums.take(there), keys.size)
             above = np.append(above, -1).take(above)
-        shares: Shares = sums / max(1, int(copies.sum()))
+        shares: Shares = sums / max(1.0, ends.sum())
         return shares
 
 

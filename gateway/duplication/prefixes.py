@@ -66,7 +66,7 @@ def shared_prefixes(
     keys, parents, holders = index.shared(tier, mask, demand.least)
     copies = _copies(keys, holders)
     links = _links(keys, parents)
-    shares = demand.shares(keys, links, copies)
+    shares = demand.shares(keys, links, holders)
     shared = (copies > 1).nonzero()[0]
     if shared.size < keys.size:
         keys, parents, shares = keys.take(shared), parents.take(shared), shares.take(shared)

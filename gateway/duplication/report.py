@@ -15,7 +15,7 @@ from kvstore.messages import Tier
 
 MIB = 1 << 20
 
-_BASIS = {"requests": "the gateway's last requests", "held": "what is held below them"}
+_BASIS = {"requests": "the gateway's last requests", "held": "the prompts that are held"}
 
 
 class ModelDuplication(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,12 +38,12 @@ class Forest:
             for key, parent in zip(chain, parents, strict=True):
                 self.blocks.setdefault(key, (parent, set()))[1].add(name)
 
-    def arrays(self, least: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-        """Keys, links and copies of the blocks with so many holders, as a demand is given them."""
+    def arrays(self, least: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, np.ndarray]], list[int]]:
+        """Keys, links and holders of the blocks with so many holders, as a demand is given them."""
         keys = [key for key, (_, holders) in self.blocks.items() if len(holders) >= least]
         links = [keys.index(parent) if (parent := self.blocks[key][0]) in keys else -1 for key in keys]
-        copies = [len(self.blocks[key][1]) for key in keys]
-        return np.array(keys, np.uint64), np.array(links, np.int64), np.array(copies, np.int64), keys
+        masks = [sum(self.index.bit(name) for name in self.blocks[key][1]) for key in keys]
+        return np.array(keys, np.uint64), np.array(links, np.int64), [(0, np.array(masks, np.uint64))], keys
 
     def up(self, key: int) -> list[int]:
         """A block and all before it."""
@@ -55,29 +55,31 @@ class Forest:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_held_below_a_block_is_its_share(seed: int) -> None:
+def test_the_prompts_that_are_held_through_a_block_are_its_share(seed: int) -> None:
     forest = Forest(seed)
-    keys, links, copies, plain = forest.arrays(1)
-    below = dict.fromkeys(plain, 0)
-    for key, (_, holders) in forest.blocks.items():
+    keys, links, holders, plain = forest.arrays(1)
+    through = dict.fromkeys(plain, 0)
+    total = 0
+    for key, (_, names) in forest.blocks.items():
+        followed = {name for parent, others in forest.blocks.values() if parent == key for name in others}
+        total += len(names - followed)
         for above in forest.up(key):
-            below[above] += len(holders)
-    total = sum(len(holders) for _, holders in forest.blocks.values())
-    assert Held().shares(keys, links, copies).tolist() == pytest.approx([below[key] / total for key in plain])
+            through[above] += len(names - followed)
+    assert Held().shares(keys, links, holders).tolist() == pytest.approx([through[key] / total for key in plain])
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_block_has_the_share_of_the_nearest_counted_one_above(seed: int) -> None:
     forest = Forest(seed)
     rng = random.Random(seed)
-    keys, links, copies, plain = forest.arrays(2)
+    keys, links, holders, plain = forest.arrays(2)
     counts = {key: rng.randrange(1, 50) for key in rng.sample(sorted(forest.blocks), 40)}
     expected = [next((counts[each] / 64 for each in forest.up(key) if each in counts), 0.0) for key in plain]
-    assert Traffic(counts, 64).shares(keys, links, copies).tolist() == pytest.approx(expected)
-    assert set(Traffic({}, 0).shares(keys, links, copies).tolist()) == {0.0}
+    assert Traffic(counts, 64).shares(keys, links, holders).tolist() == pytest.approx(expected)
+    assert set(Traffic({}, 0).shares(keys, links, holders).tolist()) == {0.0}
     nothing = np.zeros(0, np.int64)
     for demand in (Traffic(counts, 64), Held()):
-        assert demand.shares(nothing.astype(np.uint64), nothing, nothing).size == 0
+        assert demand.shares(nothing.astype(np.uint64), nothing, []).size == 0
 
 
 def test_needed_is_what_fills_replicas_up_to_the_bound() -> None:
