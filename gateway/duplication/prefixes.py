@@ -118,12 +118,18 @@ def _copies(keys: Keys, holders: list[tuple[int, Keys]]) -> Links:
 
 
 def _links(keys: Keys, parents: Keys) -> Links:
-    """For every block the index of its parent, -1 where that is not among them."""
-    if not keys.size:
-        return np.zeros(0, np.int64)
-    order = np.argsort(keys)
-    above = order.take(np.searchsorted(keys, parents, sorter=order), mode="clip")
-    return np.where(keys.take(above) == parents, above, -1)
+    """For every block the index of its parent, -1 where that is not among them.
+
+    Most blocks stand behind their parents, as they were stored; only the others are looked up.
+    """
+    links = np.arange(-1, keys.size - 1)
+    apart = np.append(True, parents[1:] != keys[:-1])[: keys.size].nonzero()[0]
+    if apart.size:
+        order = np.argsort(keys)
+        wanted = parents.take(apart)
+        found = order.take(np.searchsorted(keys.take(order), wanted), mode="clip")
+        links[apart] = np.where(keys.take(found) == wanted, found, -1)
+    return links
 
 
 def _lengths(above: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
