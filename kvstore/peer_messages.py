@@ -27,6 +27,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
+class Door(msgspec.Struct, frozen=True, kw_only=True):
+    """Where processes of the same user, on the host of this identity (`kvstore.transfer.host`), can ask for leases in
+    frames (`kvstore.peer_frames`) instead: an abstract Unix socket of this name, random for each agent's life."""
+
+    host: str
+    name: bytes
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pin the longest run of `keys` that is held. `namespace` is the reader's, whole, so that a refusal can name the
     field that differs; `transports` the ones it can use, best first; `secret` 16 bytes."""
@@ -41,7 +49,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """The first `len(slots)` blocks are pinned. No slots: none is held, and there is nothing to release."""
+    """The first `len(slots)` blocks are pinned. No slots: none is held, and there is nothing to release. `door`: where
+    the next may be asked for more quickly."""
 
     lease: str
     ttl_s: float
@@ -49,6 +58,7 @@ class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True):
     generations: list[int]
     pitch: int
     offers: list[Offer]
+    door: Door | None = None
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstore.messages import ModelFiles
 from replica_agent.kv.lease_api import lease_routes
+from replica_agent.kv.lease_service import LeaseService
 from replica_agent.load_api import LoadEndpoint
 from replica_agent.metrics import make_registry, metrics_page
 from replica_agent.replica import Replica
@@ -125,7 +126,7 @@ def create_app(replica: Replica) -> Starlette:
             Route("/v1/reports", reports),
             Route("/v1/fetches", fetches),
             Route("/v1/load", LoadEndpoint(replica.gateways, replica.hub.announce), methods=["POST"]),
-            *lease_routes(None if replica.kv is None else replica.kv.keeper),
+            *lease_routes(LeaseService(None) if replica.kv is None else replica.kv.lease_service),
             Route("/health", health),
             Route("/metrics", metrics),
             *([Route("/debug/check", check)] if replica.settings.debug else []),

@@ -9,6 +9,7 @@ ReplicaAgentError
 ├── EngineUnreachable        nothing listens where the engine should be
 ├── EngineSilent             something listens there but does not answer in time
 ├── ModelFilesUnavailable    the model's tokenizer files cannot be handed out; says why
+├── LeaseRequestBad          another agent asked for what makes no sense, or for a lease that is not there
 └── PeerError                another agent did not do what a fetch needs; `code` is one of a bounded set of words
 """
 
@@ -57,6 +58,14 @@ class ModelFilesUnavailable(ReplicaAgentError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class LeaseRequestBad(ReplicaAgentError):
+    """Another agent asked for what makes no sense (`status` 400), or for a lease that is not there (404)."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class PeerError(ReplicaAgentError):

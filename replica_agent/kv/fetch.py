@@ -36,7 +36,7 @@ CONFIRM_MOST_S = 0.05
 
 GIVE_BACK_S = 5.0
 
-RESERVED_A_TURN = 32
+RESERVED_A_TURN = 64
 """Slots found before other tasks have their turn."""
 
 
@@ -193,6 +193,8 @@ class Fetch:
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             parent, run = order.parent, True
+            # The task runs in this turn of the event loop, what it sends goes out at its end.
+            await asyncio.sleep(0)
             for first in range(0, len(order.keys), RESERVED_A_TURN):
                 # The question is on its way before the work begins.
                 await asyncio.sleep(0)
@@ -228,7 +230,7 @@ class Fetch:
             owner_host=urlsplit(order.url).hostname or "",
             lease=self._lease,
             secret=around.secret,
-            moves=[Move(slot, held.slot) for slot, held in zip(grant.slots, self._targets, strict=False)],
+            moves=[*map(Move, grant.slots[: len(targets)], self._slots)],
             deadline=order.deadline - min(CONFIRM_MOST_S, CONFIRM_SHARE * left),
             call=self._call,
         )

@@ -18,6 +18,9 @@ _logger = logging.getLogger(__name__)
 MAX_FETCHES = 16
 """Fetches at once. Each keeps a thread of its transport busy; one more would wait for longer than its engine does."""
 
+_ANSWER_TURNS = 4
+"""Of the event loop, until those who waited have their answers; what can wait is done after that."""
+
 CLOSE_S = 1.0
 """How long a stopping agent waits for what its fetches leave behind; what is not given back then, leases end."""
 
@@ -157,10 +160,12 @@ class Fetches:
             _logger.exception("a fetch from %s failed", coming.order.source)
         self._forget(coming, coming.order.keys)
         self._live.discard(coming)
-        self._learn(coming, around, result)
         waiters, coming.waiters = coming.waiters, []
         for waiter in waiters:
             waiter.fetch_over(result)
+        for _ in range(_ANSWER_TURNS):
+            await asyncio.sleep(0)
+        self._learn(coming, around, result)
 
     def _decided(self, coming: Coming, blocks: int) -> None:
         coming.decided = blocks

@@ -127,13 +127,21 @@ class Search:
         """The engine could not load so many blocks that it had counted as cached."""
         self._account.failed += blocks
 
+    def piece(self, have: int) -> int:
+        """Slots of which those are told, at once, who know of `have`: less is not worth a question."""
+        own = len(self._pins)
+        if have < own:
+            return own
+        return max(have + 1, min(have + self._remote // PIECES, own + self._remote))
+
     async def news(self, have: int, wait_s: float) -> None:
-        """Returns when there is more to say than `have` slots, or after `wait_s`."""
+        """Returns when there is a piece more than `have` slots, or something else to say, or after `wait_s`."""
         if self._coming is None:
             return
         news = self._news = self._news or asyncio.get_running_loop().create_future()
-        remote = have - len(self._pins) + max(1, self._remote // PIECES)
-        self._coming.fetch.tell_at(self._first + min(remote, self._remote))
+        remote = self.piece(have) - len(self._pins)
+        if remote <= self._remote:
+            self._coming.fetch.tell_at(self._first + remote)
         # Others may wait for the same.
         await asyncio.wait({news}, timeout=wait_s)
 

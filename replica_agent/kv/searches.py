@@ -55,13 +55,14 @@ class Searches:
     async def poll(
         self, request: str, have: int = 0, wait_s: float = 0.0
     ) -> Pending | Accepted | Loading | Ready | Nothing:
-        """How far the search is. To those who know of `have` slots it is told once that has changed, or after
-        `wait_s`."""
+        """How far the search is. To those who know of `have` slots it is told once there is a piece more, nothing more
+        to come, or after `wait_s`."""
         _, search = self._searches.get(request, (None, None))
         if search is None:
             return Nothing(reason="unknown")
         answer = search.progress()
-        if wait_s > 0 and (isinstance(answer, Pending) or (isinstance(answer, Loading) and len(answer.slots) <= have)):
+        few = isinstance(answer, Loading) and len(answer.slots) < search.piece(have)
+        if wait_s > 0 and (few or isinstance(answer, Pending)):
             await search.news(have, min(wait_s, MAX_WAIT_S))
             answer = search.progress()
         return self._told(request, search, answer)

@@ -20,6 +20,8 @@ from replica_agent.kv.engine_session import EngineSession
 from replica_agent.kv.engine_socket import EngineSocket, Greeting
 from replica_agent.kv.fetch import LEASE_S, Surroundings
 from replica_agent.kv.fetches import Fetches
+from replica_agent.kv.lease_service import LeaseService
+from replica_agent.kv.lease_socket import LeaseSocket
 from replica_agent.kv.peers import Peers
 from replica_agent.kv.pool_keeper import HOLD_S, PoolKeeper
 from replica_agent.kv.records import FetchLog
@@ -75,6 +77,8 @@ class KvService:
         self.keeper = PoolKeeper(
             pool_bytes=settings.pool_bytes, transports=transports, listener=listener, hold_s=hold_s, clock=clock
         )
+        self.lease_service = LeaseService(self.keeper)
+        self.lease_socket = LeaseSocket(self.lease_service, settings.token)
         self.estimates = Estimates(margin=settings.fetch_margin, clock=clock)
         self.log = FetchLog(settings.replica_id, tell, clock=clock)
         self.fetches = Fetches(self.log, self.estimates)
@@ -116,6 +120,7 @@ class KvService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.socket.run())
                 tasks.create_task(self.keeper.run())
+                tasks.create_task(self.lease_socket.run())
                 tasks.create_task(self._expire())
         finally:
             # Fetches first: their transports and the way to their owners are still there while they end.
@@ -220,6 +225,8 @@ class KvService:
     def check(self) -> None:
         """Asserts what must hold in each part, and that every pin in the pool is somebody's."""
         self.keeper.check()
+        self.lease_socket.check()
+        self.peers.check()
         self.searches.check()
         self.fetches.check()
         self.estimates.check()

@@ -10,6 +10,7 @@ import pytest
 from kvstore import peer_messages
 from kvstore.namespace import KvNamespace
 from kvstore.peer_messages import (
+    Door,
     LeaseGrant,
     LeaseProof,
     LeaseRefused,
@@ -45,7 +46,9 @@ MESSAGES: list[msgspec.Struct] = [
         generations=[1, 2**64 - 1],
         pitch=4_096,
         offers=[Offer(transport="tcp", data=b"\xff")],
+        door=Door(host="h", name=b"\x00n"),
     ),
+    Door(host="h", name=b"\x00n"),
     Offer(transport="shm", data=b""),
     LeaseRefused(code="busy", reason="r"),
     LeaseProof(secret=bytes(16), copied=3),
