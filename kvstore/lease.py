@@ -118,9 +118,9 @@ class Leases:
             return False
         believed = self._believed(lease, secret) is not None
         del self._leases[lease]
-        self._pool.unpin(entry.held)
-        if believed:
-            self._pool.shared(entry.held[:copied])
+        taken = (len(entry.held) if copied is None else copied) if believed else 0
+        self._pool.unpin(entry.held[:taken], shared=True)
+        self._pool.unpin(entry.held[taken:])
         return believed
 
     def authorize(self, lease: str, secret: bytes) -> Grant | None:

@@ -51,6 +51,10 @@ class _State(IntEnum):
     QUARANTINED = 3
 
 
+_FREE, _RESERVED, _HELD, _QUARANTINED = _State
+# Looked up in an enumeration each costs four times as much, several times for each block.
+
+
 class _Slot:
     """One slot. `writers` and `written` are bit masks of ranks, with a bit above them for one who writes it whole.
     `until` is when what keeps it is over, 0 for nothing: the hold of a HELD one, the quarantine, or the patience with a
@@ -59,7 +63,7 @@ class _Slot:
     __slots__ = ("generation", "key", "parent", "pins", "shared", "state", "until", "used", "writers", "written")
 
     def __init__(self) -> None:
-        self.state = _State.FREE
+        self.state = _FREE
         self.generation = 0
         self.key = self.parent = b""
         self.writers = self.written = 0
@@ -157,8 +161,9 @@ class Pool:
             pinned.append(Held(index, slot.generation))
         return pinned
 
-    def unpin(self, held: Iterable[Held], *, hold_s: float = 0.0) -> None:
-        """Undo one `pin` of each. For `hold_s` seconds they may still be read unseen, and are not reused."""
+    def unpin(self, held: Iterable[Held], *, hold_s: float = 0.0, shared: bool = False) -> None:
+        """Undo one `pin` of each. For `hold_s` seconds they may still be read unseen, and are not reused. `shared`: a
+        peer holds these blocks now, too; they go first, unless they are pinned once more."""
         until = self._clock() + hold_s if hold_s > 0 else 0.0
         for index, generation in held:
             slot = self._slots[index]
@@ -166,6 +171,8 @@ class Pool:
             slot.pins -= 1
             if until > slot.until:
                 self._wait(index, until)
+            if shared and slot.state is _HELD:
+                slot.shared = True
             self._settle(index)
 
     def reserve(self, keys: Sequence[bytes], parent: bytes = b"", *, rank: int | None = None) -> list[Held | None]:
@@ -190,7 +197,7 @@ class Pool:
                     self._orphan(parent)
                     break
                 slot = self._slots[index]
-                slot.state = _State.RESERVED
+                slot.state = _RESERVED
                 slot.generation += 1
                 slot.key, slot.parent = key, parent
                 slot.writers, slot.written = writer, 0
@@ -233,14 +240,6 @@ class Pool:
             writing = (slot.writers & ~slot.written).bit_count()
             self._give_up(held.slot, quarantine=not stopped or writing > 1)
 
-    def shared(self, held: Iterable[Held]) -> None:
-        """A peer holds these blocks now, too: they go first, unless they are pinned once more."""
-        for index, generation in held:
-            slot = self._slots[index]
-            if slot.state is _State.HELD and slot.generation == generation:
-                slot.shared = True
-                self._settle(index)
-
     def clear(self) -> None:
         """Nothing is held any more, and nothing that is being written can be committed. What is pinned or on hold is
         free once it is let go of, what is reserved after the quarantine."""
@@ -252,7 +251,7 @@ class Pool:
         for index in reserved.values():
             self._wait(index, self._clock() + self._quarantine_s)
         for index in (*gone.values(), *reserved.values()):
-            self._slots[index].state = _State.QUARANTINED
+            self._slots[index].state = _QUARANTINED
             self._settle(index)
         if self._listener is not None:
             for key in gone:
@@ -267,7 +266,7 @@ class Pool:
             if slot.until != until:  # Prolonged since, or over before its time.
                 continue
             slot.until = 0.0
-            if slot.state is _State.RESERVED:
+            if slot.state is _RESERVED:
                 self._give_up(index, quarantine=True)
             else:
                 self._settle(index)
@@ -275,12 +274,12 @@ class Pool:
     def check(self) -> None:
         """Asserts that every slot is in one state and every table says what the slots say."""
         states = {state: [i for i, slot in enumerate(self._slots) if slot.state is state] for state in _State}
-        assert sorted(self._free) == states[_State.FREE], "the free list is not the FREE slots"
-        for table, state in ((self._reserved, _State.RESERVED), (self._held, _State.HELD)):
+        assert sorted(self._free) == states[_FREE], "the free list is not the FREE slots"
+        for table, state in ((self._reserved, _RESERVED), (self._held, _HELD)):
             assert sorted(table.values()) == states[state], f"the index is not the {state.name} slots"
             assert all(self._slots[index].key == key for key, index in table.items()), f"{state.name} key"
         counts = self.counts
-        assert counts.quarantined == len(states[_State.QUARANTINED]) and sum(counts[:4]) == len(self._slots), counts
+        assert counts.quarantined == len(states[_QUARANTINED]) and sum(counts[:4]) == len(self._slots), counts
         children: dict[bytes, int] = {}
         for index in (*self._reserved.values(), *self._held.values()):
             parent = self._slots[index].parent
@@ -288,16 +287,16 @@ class Pool:
         assert self._children == children, "children miscounted"
         timed = set(self._timers)
         for index, slot in enumerate(self._slots):
-            on_hold = slot.state is _State.HELD and slot.until > 0
-            evictable = slot.state is _State.HELD and not (slot.pins or slot.until or slot.key in children)
+            on_hold = slot.state is _HELD and slot.until > 0
+            evictable = slot.state is _HELD and not (slot.pins or slot.until or slot.key in children)
             assert slot.pins >= 0 and (index in self._pinned) == (slot.pins > 0 or on_hold), f"pins of slot {index}"
             assert (index in self._order) == evictable, f"slot {index} in the eviction order"
             assert not slot.until or (slot.until, index) in timed, f"nothing ends what keeps slot {index}"
-            if slot.state is _State.FREE:
+            if slot.state is _FREE:
                 assert not slot.pins and not slot.until, f"slot {index} is free and in use"
-            elif slot.state is _State.QUARANTINED:
+            elif slot.state is _QUARANTINED:
                 assert slot.pins or slot.until, f"slot {index} is kept for nothing"
-            elif slot.state is _State.RESERVED:
+            elif slot.state is _RESERVED:
                 assert slot.writers and slot.written != self._everyone and not slot.pins, f"writers of slot {index}"
                 assert slot.written & ~slot.writers == 0 and bool(slot.until) == bool(slot.written), f"slot {index}"
         self._order.check()
@@ -312,7 +311,7 @@ class Pool:
         if not 0 <= held.slot < len(self._slots):
             return None
         slot = self._slots[held.slot]
-        return slot if slot.state is _State.RESERVED and slot.generation == held.generation else None
+        return slot if slot.state is _RESERVED and slot.generation == held.generation else None
 
     def _join(self, index: int, writer: int) -> Held | None:
         slot = self._slots[index]
@@ -339,7 +338,7 @@ class Pool:
         del self._reserved[slot.key]
         self._held[slot.key] = index
         self._uses += 1
-        slot.state = _State.HELD
+        slot.state = _HELD
         slot.used = self._uses
         slot.shared = False
         slot.until = 0.0
@@ -350,7 +349,7 @@ class Pool:
     def _give_up(self, index: int, *, quarantine: bool) -> None:
         slot = self._slots[index]
         del self._reserved[slot.key]
-        slot.state = _State.QUARANTINED
+        slot.state = _QUARANTINED
         slot.until = 0.0
         if quarantine:
             self._wait(index, self._clock() + self._quarantine_s)
@@ -376,15 +375,19 @@ class Pool:
     def _settle(self, index: int) -> None:
         """Put a slot where its state, pins, hold and children say; called after each change of one of these."""
         slot = self._slots[index]
-        kept = bool(slot.pins or slot.until)
-        if slot.state is _State.HELD and not kept and slot.key not in self._children:
-            self._order.put(index, shared=slot.shared, used=slot.used)
+        pinned = slot.pins > 0
+        if slot.state is _HELD:
+            pinned = pinned or slot.until > 0
+            if pinned or slot.key in self._children:
+                self._order.discard(index)
+            else:
+                self._order.put(index, shared=slot.shared, used=slot.used)
         else:
             self._order.discard(index)
-        if slot.pins or (slot.until and slot.state is _State.HELD):
+            if slot.state is _QUARANTINED and not (pinned or slot.until):
+                slot.state = _FREE
+                self._free.append(index)
+        if pinned:
             self._pinned.add(index)
         else:
             self._pinned.discard(index)
-        if slot.state is _State.QUARANTINED and not kept:
-            slot.state = _State.FREE
-            self._free.append(index)

@@ -200,14 +200,14 @@ class _View:
 
 
 def _copy(view: _View, region: Region, plan: Plan, job: Job, arrived: Arrived) -> Result:
-    pitch = region.pitch
-    for index, move in enumerate(plan.moves):
+    pitch, ours, theirs, slots = region.pitch, region.address, view.address, view.slots
+    for index, (source, target) in enumerate(plan.moves):
         if why := job.over():
             return Result(index, True, why)
-        if not 0 <= move.source < view.slots:
-            return Result(index, True, f"the owner has no slot {move.source}")
+        if not 0 <= source < slots:
+            return Result(index, True, f"the owner has no slot {source}")
         # ctypes lets other threads run meanwhile; a slice assignment would not.
-        ctypes.memmove(region.address + move.target * pitch, view.address + move.source * pitch, pitch)
+        ctypes.memmove(ours + target * pitch, theirs + source * pitch, pitch)
         arrived(index)
     return Result(len(plan.moves), True)
 

@@ -249,9 +249,7 @@ def test_shared_goes_first_until_it_is_used_again() -> None:
     for key in (A, OTHER[0], chain(1)[0]):
         store(pool, [key])
     for key in (OTHER[0], chain(1)[0]):
-        held = pool.pin([key])
-        pool.unpin(held)
-        pool.shared(held)
+        pool.unpin(pool.pin([key]), shared=True)
     pool.unpin(pool.pin([OTHER[0]]))
     store(pool, chain(2))
     assert [pool.lookup([key]) for key in (A, OTHER[0], chain(1)[0])] == [1, 1, 0]

@@ -119,7 +119,6 @@ class Stress:
             writer = self.rng.choice(self.writers)
             assert not self.pool.commit(0, b"another", writer.held) and not self.pool.admit(b"another", writer.held)
             self.pool.abandon(writer.held._replace(generation=writer.held.generation - 1))
-            self.pool.shared([writer.held])
 
     def abandon(self) -> None:
         if self.writers:
