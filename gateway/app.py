@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 
-import httpx
 from starlette.types import ASGIApp
 
 from gateway.api.admin import AdminApp
@@ -21,6 +20,7 @@ from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.recomputed import Recompute
 from gateway.duplication.report import build_report
+from gateway.fleet.agent_http import agent_client
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
@@ -56,8 +56,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
-        # Every agent's report stream holds a connection of its own, so no limit of a pool may apply.
-        self._agents = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None))
+        self._agents = agent_client()
         self._engines = EngineHttp()
         self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
         self._upstream = Upstream(
