@@ -178,7 +178,7 @@ class NetFleet:
         for line in page.splitlines():
             name, _, value = line.rpartition(" ")
             if name.startswith(_TOLD):
-                found[name] = float(value)
+                found[_short(name)] = float(value)
         return found
 
     async def wait(self, what: str, condition: Any, seconds: float = SETTLE_S) -> float:
@@ -195,12 +195,18 @@ class NetFleet:
         return time.monotonic() - begin
 
 
+def _short(name: str) -> str:
+    """Without what all of them have."""
+    for word in ("prefix_gateway_", "replica_agent_"):
+        name = name.removeprefix(word)
+    return name.replace("_total", "", 1).replace('"', "")
+
+
 _TOLD = (
     "prefix_gateway_report_losses_total",
     "prefix_gateway_report_snapshots_total",
     "prefix_gateway_load_announcement_failures_total",
     "prefix_gateway_retries_total",
-    "prefix_gateway_fetches_total",
     "replica_agent_gateways_forgotten_total",
     "replica_agent_resyncs_total",
     "replica_agent_gaps_total",

@@ -47,7 +47,7 @@ class Lab:
         _sweep()
         self._id = os.getpid()
         self._net = f"198.18.{self._id % 255}"
-        self._bridge = f"pgb{self._id}"
+        self._bridge = f"pg{self._id}b"
         self._nodes: dict[str, int] = {}
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("address", "add", f"{self._net}.1/24", "dev", self._bridge)
@@ -107,16 +107,15 @@ class Lab:
 
     def close(self) -> None:
         """Ends the processes, and takes the network away. Can be called again."""
-        for node in list(self._nodes):
+        for node in self._nodes:
             _drop(self._space(node))
-            del self._nodes[node]
-        subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True, check=False)
+        _unplug(self._id)
+        self._nodes.clear()
 
     def left(self) -> list[str]:
         """What is still there of it."""
-        return [each for each in _spaces() if f"-{self._id}-" in each] + (
-            [self._bridge] if Path(f"/sys/class/net/{self._bridge}").exists() else []
-        )
+        spaces = [name for name in _spaces() if f"-{self._id}-" in name]
+        return spaces + [name for owner, name in _devices() if owner == self._id]
 
     def _space(self, node: str) -> str:
         return f"{PREFIX}-{self._id}-{node}"
@@ -130,14 +129,27 @@ def _sweep() -> None:
     for space in _spaces():
         if (owner := re.fullmatch(rf"{PREFIX}-(\d+)-.*", space)) and not Path(f"/proc/{owner[1]}").exists():
             _drop(space)
-    for device in Path("/sys/class/net").glob("pgb*"):
-        if (number := device.name[3:]).isdigit() and not Path(f"/proc/{number}").exists():
-            subprocess.run(["ip", "link", "delete", device.name], capture_output=True, check=False)
+    for owner in {owner for owner, _ in _devices()}:
+        if not Path(f"/proc/{owner}").exists():
+            _unplug(owner)
 
 
 def _spaces() -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(PREFIX)]
+
+
+def _devices() -> list[tuple[int, str]]:
+    """Bridges and the near ends of cables, with the process whose they are."""
+    found = [(re.fullmatch(r"pg(\d+)(b|n\d+)", path.name), path.name) for path in Path("/sys/class/net").iterdir()]
+    return [(int(match[1]), name) for match, name in found if match]
+
+
+def _unplug(owner: int) -> None:
+    # A namespace outlives its name as long as the kernel closes its connections; its cable goes at once.
+    for each, name in _devices():
+        if each == owner:
+            subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
 
 
 def _drop(space: str) -> None:
