@@ -16,6 +16,9 @@ import pytest
 import yaml
 from helm_rendering import CHART, ROOT, SNAPSHOT, Render, Template, Values
 
+NAME = {"name": "PREFIX_GATEWAY_LISTEN__NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+"""What the other gateways know a pod by."""
+
 
 def test_lint_is_clean(helm: str) -> None:
     done = subprocess.run([helm, "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False)
@@ -134,8 +137,8 @@ def test_image_pull(render: Render) -> None:
 
 
 def test_agent_token_is_a_reference(render: Render) -> None:
-    assert "env" not in render().container
-    (variable,) = render(agentToken={"existingSecret": "agents", "key": "t"}).container["env"]
+    assert render().container["env"] == [NAME]
+    (_, variable) = render(agentToken={"existingSecret": "agents", "key": "t"}).container["env"]
     assert variable == {
         "name": "PREFIX_GATEWAY_AGENT_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "agents", "key": "t"}},
@@ -143,7 +146,7 @@ def test_agent_token_is_a_reference(render: Render) -> None:
 
 
 def test_engine_api_key_is_a_reference(render: Render) -> None:
-    (variable,) = render(engineApiKey={"existingSecret": "engines"}).container["env"]
+    (_, variable) = render(engineApiKey={"existingSecret": "engines"}).container["env"]
     assert variable == {
         "name": "PREFIX_GATEWAY_ENGINE_API_KEY",
         "valueFrom": {"secretKeyRef": {"name": "engines", "key": "api-key"}},
@@ -160,7 +163,7 @@ def test_extra_volumes(render: Render) -> None:
 
 def test_extra_env(render: Render) -> None:
     env = [{"name": "PREFIX_GATEWAY_LIMITS__RETRY_BUDGET", "value": "0"}]
-    assert render(extraEnv=env).container["env"] == env
+    assert render(extraEnv=env).container["env"] == [NAME, *env]
 
 
 def test_service(render: Render) -> None:

@@ -131,6 +131,20 @@ def test_configuration_value_reaches_the_gateway(
     assert getattr(getattr(load(rendered, tmp_path), section), key) == value
 
 
+def test_gateways_of_one_release_differ_by_their_pods_names_alone(render: Render, tmp_path: Path) -> None:
+    """And so have one ring: it is made of the replicas' ids and weights."""
+    rendered = render(replicaCount=3, config={"replicas": [REPLICA]})
+    assert rendered.find("Deployment")["spec"]["replicas"] == 3
+    (name,) = [each for each in rendered.container["env"] if each["name"] == "PREFIX_GATEWAY_LISTEN__NAME"]
+    assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+    file = tmp_path / "config.yaml"
+    file.write_text(rendered.find("ConfigMap")["data"]["config.yaml"])
+    pods = ["prefix-gateway-5d8f6c7b9d-x2x4z", "prefix-gateway-5d8f6c7b9d-77777"]
+    loaded = [load_settings(file, {name["name"]: pod}) for pod in pods]
+    assert [each.listen.name for each in loaded] == pods
+    assert msgspec.structs.replace(loaded[0], listen=loaded[1].listen) == loaded[1]
+
+
 def test_configuration_change_rolls_the_pods(render: Render) -> None:
     before, same = render(), render(podLabels={"team": "serving"})
     after = render(config={"limits": {"retry_budget": 0}})
