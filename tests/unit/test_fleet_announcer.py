@@ -103,6 +103,30 @@ async def test_with_another_gateway_every_change_is_told_and_those_of_one_moment
         assert len(taker.loads) == 7
 
 
+async def test_what_has_ended_is_told_with_what_is_placed_next_or_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 3_600.0)
+    monkeypatch.setattr(module, "LESS_S", 3_600.0)
+    taker = Taker()
+    async with serving(taker.app) as url, announcing(url) as (replica, announcer):
+        replica.others.gateways = [YOU]
+        tickets = [replica.load.admit(10) for _ in range(3)]
+        await until(lambda: [each.sequences for each in taker.loads][-1:] == [3])
+        count = announcer.announcements
+        for ticket in tickets[:2]:
+            ticket.finish()
+        tickets[2].prefilled()
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert announcer.announcements == count
+        replica.load.admit(0)
+        replica.load.admit(10)
+        replica.load.admit(10)
+        await until(lambda: (taker.loads[-1].sequences, taker.loads[-1].prefill_tokens) == (4, 20))
+        monkeypatch.setattr(module, "LESS_S", 0.02)
+        tickets[2].finish()
+        await until(lambda: taker.loads[-1].sequences == 3)
+
+
 async def test_it_goes_on_when_the_agent_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     port, first, second = free_port(), Taker(), Taker()
