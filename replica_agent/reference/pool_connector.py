@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from kvstore.engine_messages import EngineHello
 from kvstore.hint import Hint
+from replica_agent.engines import saver
 from replica_agent.engines.pool_link import PoolLink
 from replica_agent.reference.block_memory import BlockMemory
 from replica_agent.reference.block_pool import BlockPool
 from replica_agent.reference.connector import Connector, Saving, Search
 from replica_agent.reference.loader import Loader
-from replica_agent.reference.saver import Saver
 
 
 class PoolConnector(Connector):
@@ -22,7 +22,7 @@ class PoolConnector(Connector):
         self, path: str, hello: EngineHello, pool: BlockPool, memory: BlockMemory, *, max_queued: int = 4096
     ) -> None:
         self._link = PoolLink(path, hello)
-        self._saver = Saver(self._link, pool, memory, max_queued)
+        self._saver = saver.Saver(self._link, memory.read, pool.versions, max_queued=max_queued)
         self._loader = Loader(memory)
 
     def on_change(self, notify: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ class PoolConnector(Connector):
 
     def seek(self, request: str, keys: Sequence[bytes], cached: int, tokens: int, hint: Hint | None) -> Search | None:
         client = self._link.client
-        if client is None or self._saver.uncleared:
+        if client is None or self._saver.cleared != self._saver.clears:
             return None
         search = Search(request, keys, cached, tokens, hint, time.monotonic)
         return search if self._loader.begin(search, client) else None
@@ -55,15 +55,15 @@ class PoolConnector(Connector):
         self._loader.wake()
 
     def save(self, saving: Saving) -> None:
-        if self._link.client is not None:
-            self._saver.save(saving)
+        keys = [content.hash for content in saving.contents]
+        parent = saving.contents[0].parent or b""
+        self._saver.save(saver.Saving(saving.blocks, saving.versions, keys, parent))
 
     def clear(self) -> None:
-        self._saver.clear()
+        self._saver.clear(self._saver.clears + 1)
 
     def observe(self, tokens: int, attended: int, seconds: float) -> None:
-        if self._link.client is not None:
-            self._saver.observe(tokens, attended, seconds)
+        self._saver.observe(tokens, attended, lambda: seconds)
 
     def check(self) -> None:
         """See `Saver.check`."""

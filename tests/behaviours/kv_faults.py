@@ -224,7 +224,8 @@ class Engine:
         """Empties its cache and the agent's pool; until that is sure it seeks nothing there."""
         (await self.http.post("/reset_prefix_cache")).raise_for_status()
         connector = self.opened.service.engine._connector
-        await until(lambda: not connector._saver.uncleared, "cleared")  # type: ignore[union-attr]
+        saver = connector._saver  # type: ignore[union-attr]
+        await until(lambda: saver.cleared == saver.clears, "cleared")
 
     async def metric(self, name: str) -> float:
         return _value((await self.http.get("/metrics")).text, name)

@@ -6,15 +6,16 @@ import os
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from replica_agent.engines.pool_link import PoolLink
+from replica_agent.engines.saver import Saver, Saving
 from replica_agent.engines.vllm.loads import Finished, Loads
 from replica_agent.engines.vllm.moment import Moment, now_on
 from replica_agent.engines.vllm.paged_cache import PagedCache
-from replica_agent.engines.vllm.saver import Saver
 from replica_agent.engines.vllm.step import Cleared, Step
 from replica_agent.engines.vllm.tally import Tally
 
@@ -24,8 +25,9 @@ loading needs. A request that comes meanwhile waits as long."""
 
 
 class WorkerSide:
-    """Owns a rank's link to the agent, its saver and its loads. Used by the thread that runs the engine's steps, each
-    of which is `begin`, `end`, `finished`; none of them waits for the agent, or for more than one block's copy."""
+    """Owns a rank's link to the agent, the versions of its blocks, its saver and its loads. Used by the thread that
+    runs the engine's steps, each of which is `begin`, `end`, `finished`; none of them waits for the agent, or for more
+    than one block's copy."""
 
     def __init__(
         self,
@@ -45,11 +47,12 @@ class WorkerSide:
         self._device = device
         self._writes = writes
         self._observes = observes
+        self._versions = [0] * blocks
         with _beside_the_computing(device):
-            self._saver = Saver(link, cache, blocks=blocks)
+            self._saver = Saver(link, cache.read, self._versions)
             self._loads = Loads(cache, reports=rank == 0)
         self._tally = Tally()
-        self._told = self._clears = 0
+        self._told = 0
         self._began: Moment | None = None
         self._failed: set[int] = set()
         self._idle = False
@@ -57,9 +60,11 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """Before anything is computed, or any block written."""
         with self._timed():
-            self._saver.reuse(step.fresh)
-            if step.clears != self._clears:
-                self._clears = step.clears
+            for block in step.fresh:
+                self._versions[block] += 1
+            if step.clears != self._saver.clears:
+                # What is being copied right now is not to become visible, either.
+                self._versions[:] = [version + 1 for version in self._versions]
                 self._saver.clear(step.clears)
             if step.prefill is not None and self._observes:
                 self._began = now_on(self._device)
@@ -75,10 +80,12 @@ class WorkerSide:
             if step.loads:
                 self._loads.start(step.loads, self._link.client, now)
             if began is not None and step.prefill is not None:
-                self._saver.observe(step.prefill, began, now)
+                self._saver.observe(step.prefill.tokens, step.prefill.attended, partial(_between, began, now))
             if self._writes:
-                for order in step.saves:
-                    self._saver.save(order, now)
+                for blocks, keys, parent in step.saves:
+                    self._saver.save(
+                        Saving(blocks, [self._versions[block] for block in blocks], keys, parent, now.wait)
+                    )
 
     def finished(self, ended: Collection[str]) -> set[str]:
         """Requests whose loads are over, now that these have `ended`. A step of nothing waits for the first."""
@@ -128,6 +135,11 @@ class WorkerSide:
             yield
         finally:
             self._tally.spent(time.perf_counter() - began)
+
+
+def _between(began: Moment, ended: Moment) -> float:
+    ended.wait()
+    return ended.since(began)
 
 
 @contextmanager

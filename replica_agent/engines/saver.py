@@ -1,52 +1,70 @@
-"""Copies computed blocks into the agent's pool, behind the compute thread's back."""
+"""Copies blocks that an engine has computed into the agent's pool, beside the engine's steps."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from replica_agent.engines.errors import PoolGone
 from replica_agent.engines.pool_client import PoolClient
 from replica_agent.engines.pool_link import PoolLink
-from replica_agent.reference.block_memory import BlockMemory
-from replica_agent.reference.block_pool import BlockPool
-from replica_agent.reference.connector import Saving
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 
+Read: TypeAlias = Callable[[int, memoryview], object]
+"""Copies an engine's block of this number to a slot."""
 
-class Observed(NamedTuple):
-    """What a step of prefill took."""
+
+def at_once() -> None:
+    """For blocks that are computed already."""
+
+
+class Saving(NamedTuple):
+    """Consecutive blocks as they were when these were their versions: one whose version has changed since holds
+    something else. They may be read once `ready` returns; `parent` is the key before the first, or b""."""
+
+    blocks: Sequence[int]
+    versions: Sequence[int]
+    keys: Sequence[bytes]
+    parent: bytes
+    ready: Callable[[], object] = at_once
+
+
+class _Observed(NamedTuple):
+    """A step of prefill; `seconds` waits until it is over."""
 
     tokens: int
     attended: int
-    seconds: float
+    seconds: Callable[[], float]
 
 
 class Saver:
-    """Owns the queue of what is to be told and saved, and the thread that empties it; only the compute thread fills it.
+    """Owns the queue of what is to be saved and told, and the thread that empties it. Only the thread that gives blocks
+    out calls `save`, `observe` and `clear`; none of them waits.
 
-    No block is held back for saving. The thread copies a block and only then looks whether its version is still that
-    with which it was queued: a copy that is not of one piece is given up and never becomes visible. What does not fit
-    into the queue is shed: computing never waits for saving.
+    No block is held back for saving, and no step waits for a copy. A block's version rises before it is given to be
+    written anew; the thread copies, and only then looks whether the version is still that with which it was queued: a
+    copy that may not be of one piece is given up and never becomes visible. What does not fit into the queue is shed.
 
     A clear drops what is queued and goes before all that follows. It is owed until an agent has confirmed it, over as
     many connections as that takes.
     """
 
-    def __init__(self, link: PoolLink, pool: BlockPool, memory: BlockMemory, max_queued: int) -> None:
-        """`max_queued` counts blocks. Of `pool`, only the versions are read here."""
+    def __init__(self, link: PoolLink, read: Read, versions: Sequence[int], *, max_queued: int = 4096) -> None:
+        """`versions` are those of all blocks, another's to raise; `max_queued` blocks may wait."""
         self.saved = 0
+        """Blocks that became visible in the pool."""
         self._link = link
-        self._versions = pool.versions
-        self._memory = memory
+        self._read = read
+        self._versions = versions
         self._max_queued = max_queued
-        self._queue: deque[Saving | Observed] = deque()
+        self._queue: deque[Saving | _Observed] = deque()
         self._queued = 0
         self._clears = self._cleared = 0
         # One count for each thread: `+=` of two threads on one would lose some.
@@ -58,35 +76,46 @@ class Saver:
 
     @property
     def shed(self) -> int:
-        """Blocks that were to be saved and were not."""
+        """Blocks that were to be saved and were not: no room in the queue, given out anew too soon, no agent."""
         return self._shed_here + self._shed_there
 
     @property
-    def uncleared(self) -> bool:
-        """Whether the agent may still serve what has been cleared."""
-        return self._cleared != self._clears
+    def queued(self) -> int:
+        """Blocks that wait."""
+        return self._queued
+
+    @property
+    def clears(self) -> int:
+        """The last clear."""
+        return self._clears
+
+    @property
+    def cleared(self) -> int:
+        """The last clear that the agent knows of: until it is the last one, it may serve what has been cleared."""
+        return self._cleared
 
     def save(self, saving: Saving) -> None:
         """Queue a run of blocks, or shed it."""
         count = len(saving.blocks)
         with self._changed:
-            if self._queued + count > self._max_queued:
+            if self._link.client is None or self._queued + count > self._max_queued:
                 self._shed_there += count
                 return
             self._queued += count
             self._queue.append(saving)
             self._changed.notify()
 
-    def observe(self, tokens: int, attended: int, seconds: float) -> None:
-        """Queue an observation; it is lost when the agent goes."""
+    def observe(self, tokens: int, attended: int, seconds: Callable[[], float]) -> None:
+        """Queue what a step took; it is lost when the agent goes. `seconds` is called on the saver's thread."""
         with self._changed:
-            self._queue.append(Observed(tokens, attended, seconds))
-            self._changed.notify()
+            if self._link.client is not None:
+                self._queue.append(_Observed(tokens, attended, seconds))
+                self._changed.notify()
 
-    def clear(self) -> None:
-        """Forget what is queued, and tell the agent to forget what was saved."""
+    def clear(self, clears: int) -> None:
+        """Forget what is queued, and tell the agent to forget what was saved: for the `clears`-th time."""
         with self._changed:
-            self._clears += 1
+            self._clears = clears
             self._queue.clear()
             self._queued = 0
             self._changed.notify()
@@ -107,12 +136,12 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._queue or self.uncleared or self._closing):
+                while not (self._queue or self._cleared != self._clears or self._closing):
                     self._changed.wait()
                 if self._closing:
                     return
                 clears = self._clears
-                task = None if self.uncleared else self._queue.popleft()
+                task = None if self._cleared != clears else self._queue.popleft()
                 if isinstance(task, Saving):
                     self._queued -= len(task.blocks)
             try:
@@ -128,7 +157,7 @@ class Saver:
                     if not self._closing:
                         self._changed.wait(_RETRY_S)
 
-    def _do(self, task: Saving | Observed | None, clears: int) -> None:
+    def _do(self, task: Saving | _Observed | None, clears: int) -> None:
         """One task, or the clear that is owed. The client is not kept: it has the memory of an agent that may go."""
         client = self._link.client
         if client is None:
@@ -137,8 +166,8 @@ class Saver:
             case None:
                 client.clear()
                 self._cleared = clears
-            case Observed():
-                client.observe(*task)
+            case _Observed():
+                client.observe(task.tokens, task.attended, task.seconds())
             case Saving():
                 self._save(client, task)
 
@@ -147,14 +176,15 @@ class Saver:
         self._shed_here += len(saving.blocks) - len(fresh)
         if not fresh:
             return
-        keys = [content.hash for content in saving.contents[: len(fresh)]]
-        slots = client.reserve(keys, saving.contents[0].parent or b"")
+        keys = saving.keys[: len(fresh)]
+        slots = client.reserve(keys, saving.parent)
         taken = [(key, block, slot) for key, block, slot in zip(keys, fresh, slots, strict=True) if slot is not None]
         if not taken:
             return
+        saving.ready()
         written = []
         for _, block, slot in taken:
-            self._memory.read(block[0], client.slot(slot.slot))
+            self._read(block[0], client.slot(slot.slot))
             # After the copy: a block that is unchanged now was not written to during it.
             written.append(self._unchanged(block))
         self.saved += client.commit([key for key, _, _ in taken], [slot for _, _, slot in taken], written)
