@@ -178,7 +178,7 @@ class Peers:
         channel = self._channels.get(url)
         if channel is not None:
             with contextlib.suppress(ConnectionError, ProtocolError):
-                answer = self._told(url, channel.ask(verb, lease, body), timeout)
+                answer = self._told(url, channel, channel.ask(verb, lease, body), timeout)
         return self._decoded(url + path, answer or self._post(url + path, body, timeout, {}), kind)
 
     async def _decoded(self, url: str, answer: Awaitable[bytes], kind: type[_T]) -> _T:
@@ -188,11 +188,14 @@ class Peers:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise PeerError("nonsense", f"{url}: not a {kind.__name__}: {error}") from error
 
-    async def _told(self, url: str, asked: asyncio.Future[Tell], timeout: float) -> bytes:
+    async def _told(self, url: str, channel: LeaseChannel, asked: asyncio.Future[Tell], timeout: float) -> bytes:
         try:
             async with asyncio.timeout(max(timeout, 0.001)):
                 tell = await asked
         except TimeoutError as error:
+            if timeout >= LATE_GRANT_S:
+                # Questions must not pile up in front of an owner that is frozen.
+                channel.close()
             raise PeerError("timeout", f"{url}: no answer within {timeout:.3f} s") from error
         except ConnectionError as error:
             raise PeerError("unreachable", f"{url}: {error}") from error

@@ -22,6 +22,7 @@ from kvstore.peer_messages import Door, LeaseGrant, LeaseProof, LeaseRequest
 from kvstore.transfer.host import host_identity
 from replica_agent.errors import PeerError
 from replica_agent.kv import lease_channel, lease_socket
+from replica_agent.kv import peers as peers_module
 from replica_agent.kv.lease_channel import LeaseChannel
 from replica_agent.kv.peers import Peers
 
@@ -277,6 +278,23 @@ async def test_an_owner_that_says_nothing_costs_the_time_given_and_a_late_grant_
         late.set()
         await until(lambda: [ask.verb for ask in asked] == ["lease", "release"], "given back")
         assert asked[1].lease == "late"
+
+
+async def test_an_owner_that_is_silent_for_long_is_asked_in_frames_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "LATE_GRANT_S", 0.1)
+
+    async def answer(ask: Ask, writer: asyncio.StreamWriter) -> None:
+        pass
+
+    async with behind(some_door(), answer) as channel, reading() as peers:
+        peers._channels["http://127.0.0.1:1"] = channel
+        with pytest.raises(PeerError) as refused:
+            await peers.lease("http://127.0.0.1:1", asking(), 0.05)
+        assert refused.value.code == "timeout"
+        await until(lambda: not channel.alive)
+        with pytest.raises(PeerError) as refused:
+            await peers.lease("http://127.0.0.1:1", asking(), DEADLINE_S)
+        assert refused.value.code == "unreachable"
 
 
 async def test_a_door_that_is_not_there_is_tried_once(tmp_path: Path) -> None:
