@@ -23,6 +23,7 @@ from agent_support import (
     removed,
     serving,
     settings_for,
+    stored,
 )
 from http_support import Running, eventually, serving_gateway
 from starlette.requests import Request
@@ -58,8 +59,9 @@ class ClaimingEngine(EngineStandIn):
     `before_turn` is awaited between a request's arrival and its turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK) -> None:
         super().__init__()
+        self.block = block
         self.url = ""
         self.held: set[int] = set()
         self.restores = False
@@ -67,10 +69,25 @@ class ClaimingEngine(EngineStandIn):
         self.publisher: Publisher | None = None
         self.app.routes.append(Route("/v1/completions", self._complete, methods=["POST"]))
 
-    @staticmethod
-    def hashes(tokens: Sequence[int]) -> list[int]:
+    def hashes(self, tokens: Sequence[int]) -> list[int]:
         """The engine's own names of a prompt's whole blocks."""
-        return [key >> 1 for key in token_keys(Namespace("engine").root(1), tokens)]
+        units = self.block // BLOCK
+        return [key >> 1 for key in token_keys(Namespace("engine").root(1), tokens)[units - 1 :: units]]
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """Tokens of a prompt that it has cached: whole blocks from the first on, and never the last token."""
+        hashes = self.hashes(tokens)
+        blocks = next((at for at, each in enumerate(hashes) if each not in self.held), len(hashes))
+        return min(blocks, (len(tokens) - 1) // self.block) * self.block
+
+    def publish(self, tokens: Sequence[int], first: int = 0, **more: Any) -> None:
+        """Publishes that it stored a prompt's blocks from the `first` on."""
+        assert self.publisher is not None
+        hashes = self.hashes(tokens)
+        if first < len(hashes):
+            parent = hashes[first - 1] if first else None
+            told = list(tokens[first * self.block : len(hashes) * self.block])
+            self.publisher.publish(stored(hashes[first:], told, parent=parent, size=self.block, **more))  # type: ignore[arg-type]
 
     def evict(self, tokens: Sequence[int]) -> None:
         """Drops the blocks of a prompt, and says so."""
@@ -79,32 +96,24 @@ class ClaimingEngine(EngineStandIn):
         self.held -= set(gone)
         self.publisher.publish(removed(*reversed(gone)))
 
+    async def _metrics(self, request: Request) -> Response:
+        page = await super()._metrics(request)
+        told = bytes(page.body).replace(b'block_size="16"', b'block_size="%d"' % self.block)
+        return Response(told, page.status_code, media_type="text/plain")
+
     async def _complete(self, request: Request) -> Response:
         assert self.publisher is not None
         asked = (await request.json())["prompt"]
         tokens: list[int] = asked if isinstance(asked, list) else list(asked.encode())
         if self.before_turn is not None:
             await self.before_turn()
-        hashes = self.hashes(tokens)
-        cached = next((at for at, each in enumerate(hashes) if each not in self.held), len(hashes))
-        self.held |= set(hashes)
-        first = 0 if self.restores else cached
-        if first < len(hashes):
-            self.publisher.publish(
-                {
-                    "type": "BlockStored",
-                    "block_hashes": hashes[first:],
-                    "parent_block_hash": hashes[first - 1] if first else None,
-                    "token_ids": tokens[first * BLOCK : len(hashes) * BLOCK],
-                    "block_size": BLOCK,
-                    "lora_id": None,
-                    "medium": "GPU",
-                }
-            )
+        cached = self.match(tokens)
+        self.held |= set(self.hashes(tokens))
+        self.publish(tokens, 0 if self.restores else cached // self.block)
         usage = {
             "prompt_tokens": len(tokens),
             "completion_tokens": 1,
-            "prompt_tokens_details": {"cached_tokens": cached * BLOCK},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
         choice = {"index": 0, "text": "x", "finish_reason": "length"}
         return JSONResponse({"id": "c", "object": "text_completion", "choices": [choice], "usage": usage})
@@ -113,8 +122,11 @@ class ClaimingEngine(EngineStandIn):
 class Claimed:
     """Engines, their agents and one gateway; `ask` and `credited` are the client's and the operator's view."""
 
-    def __init__(self, engines: list[ClaimingEngine], running: Running, http: httpx.AsyncClient) -> None:
+    def __init__(
+        self, engines: list[ClaimingEngine], settings: Settings, running: Running, http: httpx.AsyncClient
+    ) -> None:
         self.engines = engines
+        self.settings = settings
         self.gateway = running.gateway
         self.running = running
         self.http = http
@@ -173,17 +185,20 @@ class Claimed:
 
 
 @contextlib.asynccontextmanager
-async def claimed_cluster(count: int = 1, *, bare: str = "", **settings: Any) -> AsyncIterator[Claimed]:
+async def claimed_cluster(
+    count: int = 1, *, blocks: Sequence[int] = (), bare: str = "", **settings: Any
+) -> AsyncIterator[Claimed]:
     """A deployment in this process, ready: every engine is up and every agent's reports are followed.
 
-    With `bare` there is one engine more, without an agent, which serves a model of that name.
+    `blocks` are the block sizes of the engines, if they differ. With `bare` there is one engine more, without an agent,
+    which serves a model of that name.
     """
     async with contextlib.AsyncExitStack() as stack:
         engines, replicas = [], []
         shape = stack.enter_context(tempfile.TemporaryDirectory())
         (Path(shape) / "config.json").write_text(json.dumps(SHAPE))
-        for at in range(count):
-            engine = ClaimingEngine()
+        for at, block in enumerate(blocks or [BLOCK] * count):
+            engine = ClaimingEngine(block)
             events, replay = free_port(), free_port()
             engine.publisher = Publisher(events, replay)
             stack.callback(engine.publisher.close)
@@ -205,12 +220,11 @@ async def claimed_cluster(count: int = 1, *, bare: str = "", **settings: Any) ->
             engines.append(engine)
             replicas.append(ReplicaSettings(id="bare", engine=await stack.enter_async_context(serving(engine.app))))
         placement = PlacementSection(route_seed=SEED, allow_pinning=True)
-        running = await stack.enter_async_context(
-            serving_gateway(Settings(replicas=replicas, placement=placement, **settings))
-        )
+        made = Settings(replicas=replicas, placement=placement, **settings)
+        running = await stack.enter_async_context(serving_gateway(made))
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=30))
         fleet = running.gateway.fleet.replicas.values()
         await eventually(lambda: all(each.reporting for each in fleet if each.agent), "reports are not followed")
         if not settings.get("observe_only"):
             await eventually(lambda: all(each.engine_up for each in fleet), "an engine is not up")
-        yield Claimed(engines, running, http)
+        yield Claimed(engines, made, running, http)
