@@ -105,11 +105,18 @@ class OneCache:
 
     def _touch(self, rows: Rows, before: Places) -> int:
         """The bounded cache is given a prompt whose blocks were last used `before`; how many of them it had."""
-        oldest, whole = next(iter(self._last_used.items()), (self._prompts + 1, 0))
-        had = int(np.count_nonzero(before > oldest)) + min(whole, int(np.count_nonzero(before == oldest)))
-        prompts, counts = np.unique(before[before >= oldest], return_counts=True)
-        for prompt, count in zip(prompts.tolist(), counts.tolist(), strict=True):
-            self._take(prompt, count)
+        had = 0
+        if self._last_used:
+            oldest, whole = next(iter(self._last_used.items()))
+            # Few prompts were the last to use a prompt's blocks, each of a stretch of them.
+            ends = (before[1:] != before[:-1]).nonzero()[0] + 1
+            begin = 0
+            for end in [*ends.tolist(), before.size]:
+                prompt = int(before[begin]) if begin < end else 0
+                if prompt >= oldest:
+                    had += min(whole, end - begin) if prompt == oldest else end - begin
+                    self._take(prompt, end - begin)
+                begin = end
         self._prompts += 1
         self._used.values[rows] = self._prompts
         if rows.size:
