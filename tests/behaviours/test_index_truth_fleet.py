@@ -158,6 +158,25 @@ async def test_orphan_blocks_are_not_credited_at_the_gateway() -> None:
         assert await cluster.credited(prompt(1)) == [20 * BLOCK]
 
 
+async def test_gap_resyncs_or_empties_at_the_gateway() -> None:
+    """Events are lost that can be replayed: the gateway knows what the engine holds. Lost for good: nothing older."""
+    async with claimed_cluster() as cluster:
+        engine = cluster.engines[0]
+        assert engine.publisher is not None
+        await cluster.ask(prompt(1))
+        await cluster.reported(0, 20)
+        hashes = engine.hashes(prompt(1))
+        engine.publisher.publish(removed(*reversed(hashes[10:])), lose=True)
+        engine.publish(prompt(2))
+        await cluster.reported(0, 30)
+        assert (await cluster.credited(prompt(1)), await cluster.credited(prompt(2))) == ([10 * BLOCK], [20 * BLOCK])
+        engine.publisher.publish(removed(*reversed(hashes[:10])), lose=True, forget=True)
+        engine.publish(prompt(3))
+        await cluster.reported(0, 20)
+        credited = [(await cluster.credited(prompt(document)))[0] for document in (1, 2, 3)]
+        assert credited == [0, 0, 20 * BLOCK]
+
+
 async def test_hybrid_groups_do_not_poison_at_the_gateway() -> None:
     """A sliding window and a Mamba state of the same tokens are stored and removed: the full-attention chain stands."""
     async with claimed_cluster() as cluster:
@@ -221,4 +240,3 @@ async def test_any_interleaving_is_the_fold_at_the_gateway() -> None:
                         keys = index.match(token_keys(Namespace(MODEL).root(SEED), asked), {name: 1}).get(name, 0)
                         assert keys * BLOCK == engine.match(asked)
                 fleet._index.check()
-        assert cluster.gateway.fleet.streams["replica-0"].losses.keys() <= {"disbelieved"}

@@ -258,3 +258,32 @@ def test_a_stop_without_work_is_over_at_once(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(20) == 0
     assert "Traceback" not in log.read_text()
+
+
+def test_a_gateway_that_only_observes(cluster: Cluster, tmp_path: Path) -> None:
+    """Beside a gateway that serves, on the same agents: it reports the same bytes, and answers no client."""
+    log = tmp_path / "stderr"
+    flags = ["--observe-only"]
+    for at in range(cluster.count):
+        flags += ["--engine", cluster.engine_url(at), "--agent", cluster.agent_url(at)]
+    with serving(*flags, log=log) as (process, url):
+        until(lambda: answers(f"{url}/ready"), "the reports are followed")
+        told = log.read_text()
+        assert "observing only" in told
+        admin = told.split("admin on ")[1].split("/admin")[0]
+        until(lambda: httpx.get(f"{admin}/admin/replicas", trust_env=False).text.count('"reporting":true') == 3, "all")
+        refused = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "x"}, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "observe_only")
+        text = run("report", "--admin", admin)
+        assert text.returncode == 0, text
+        assert "useful" in text.stdout and "wasted" in text.stdout
+        ours, theirs = (
+            httpx.get(f"{each}/admin/duplication", trust_env=False).json() for each in (admin, cluster.admin_url)
+        )
+        assert [ours[name] for name in ("held_bytes", "excess_bytes")] == [
+            theirs[name] for name in ("held_bytes", "excess_bytes")
+        ]
+        assert ours["useful_bytes"] + ours["wasted_bytes"] == ours["excess_bytes"]
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+    assert "Traceback" not in log.read_text()
