@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -19,7 +18,7 @@ from gateway.duplication.history import History
 from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.recomputed import Recompute
-from gateway.duplication.report import build_report
+from gateway.duplication.report import Reporter
 from gateway.fleet.agent_http import agent_client
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
@@ -110,8 +109,7 @@ class Gateway:
 
         metrics.watch(self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates, self._recompute)
         self._load = Load(placer.settings)
-        report = partial(
-            build_report,
+        reporter = Reporter(
             ledger,
             history=self._history,
             hit_rates=hit_rates,
@@ -125,7 +123,7 @@ class Gateway:
             self.fleet,
             index,
             identify,
-            lambda top: report(top=top),
+            reporter,
             self._history,
             receipts,
             fetches,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from gateway.api.errors import error_response
 from gateway.api.explain import Explain
 from gateway.api.replica_state import describe
 from gateway.duplication.history import History
-from gateway.duplication.report import DuplicationReport
+from gateway.duplication.report import DuplicationReport, Reporter
 from gateway.errors import RequestError
 from gateway.fleet.fetches import Fetches, FetchTotals, regret_s
 from gateway.fleet.fleet import Fleet
@@ -28,17 +27,14 @@ MOST_LISTED = 1_000
 
 
 class AdminApp(FastAPI):
-    """Served on the admin port, never to clients. Answers are JSON; bytes are bytes and seconds are seconds.
-
-    `report` makes the duplication report, with so many prefixes and pairs.
-    """
+    """Served on the admin port, never to clients. Answers are JSON; bytes are bytes and seconds are seconds."""
 
     def __init__(
         self,
         fleet: Fleet,
         index: PrefixIndex,
         identify: Identify,
-        report: Callable[[int], DuplicationReport],
+        reporter: Reporter,
         history: History,
         receipts: Receipts,
         fetches: Fetches,
@@ -49,7 +45,7 @@ class AdminApp(FastAPI):
         self._fleet = fleet
         self._index = index
         self._identify = identify
-        self._report = report
+        self._reporter = reporter
         self._history = history
         self._receipts = receipts
         self._fetches = fetches
@@ -112,16 +108,19 @@ class AdminApp(FastAPI):
         return _json(await self._explain(await request.body()))
 
     async def _duplication(self, top: int = 20) -> Response:
-        return _json(self._report(max(0, min(top, MOST_LISTED))))
+        return _json(await self._report(top))
+
+    async def _report(self, top: int) -> DuplicationReport:
+        return await self._reporter.report_aside(max(0, min(top, MOST_LISTED)))
 
     async def _prefixes(self, top: int = 100) -> Response:
         """The shared prefixes alone, as many as are asked for."""
-        report = self._report(max(0, min(top, MOST_LISTED)))
+        report = await self._report(top)
         return _json({name: getattr(report, name) for name in ("useful_bytes", "wasted_bytes", "demand", "prefixes")})
 
     async def _shared(self) -> Response:
         """What each replica holds, and what every two of them both hold."""
-        report = self._report(MOST_LISTED)
+        report = await self._report(MOST_LISTED)
         return _json({"replicas": report.replicas, "pairs": report.pairs})
 
     async def _over_time(self) -> Response:

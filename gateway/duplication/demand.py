@@ -36,13 +36,14 @@ class Traffic:
     least = 2
 
     def __init__(self, counts: Mapping[int, int], requests: int) -> None:
-        self._counts = counts
+        """Copies `counts`, of `requests`."""
+        self._marks = np.fromiter(counts.keys(), np.uint64, len(counts))
+        self._counts = np.fromiter(counts.values(), np.float64, len(counts))
         self._requests = requests
 
     def shares(self, keys: Keys, above: Links, holders: Holders) -> Shares:
         """See `Demand`."""
-        marks = np.fromiter(self._counts.keys(), np.uint64, len(self._counts))
-        counts = np.fromiter(self._counts.values(), np.float64, len(self._counts))
+        marks, counts = self._marks, self._counts
         order = np.argsort(marks)
         found = np.append(np.zeros(keys.size), 0.0)
         if marks.size:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gateway.duplication.demand import Demand, Load, Traffic
-from gateway.duplication.prefixes import Shared, SharedPrefix, shared_prefixes
+from gateway.duplication.prefixes import Cut, Forest, Shared, SharedPrefix, cut, named, take
 from gateway.placement.column import Keys
 from gateway.placement.holders import WORD, Change, words
 from gateway.placement.index import PrefixIndex
@@ -141,6 +141,11 @@ class Ledger:
     # figures
 
     @property
+    def replicas(self) -> int:
+        """Replicas that the index knows, whatever they hold."""
+        return len(self._replicas)
+
+    @property
     def excess(self) -> int:
         """Bytes held beyond one copy of each block, in all tiers."""
         return self._excess
@@ -187,17 +192,22 @@ class Ledger:
         Without them no prefix needs a second copy.
         """
         demand, load = demand or Traffic({}, 0), load or Load()
-        found: list[SharedPrefix] = []
-        useful = 0
-        for (kind, tier), count in self._counts.items():
-            if count.held > count.distinct:
-                shared = shared_prefixes(
-                    self._index, kind, tier, self._masks[kind], top, demand, load, len(self._replicas)
-                )
-                found += shared.top
-                useful += shared.useful_bytes
+        return self.named([cut(forest, top, demand, load, self.replicas) for forest in self.forests(demand.least)], top)
+
+    def forests(self, least: int) -> list[Forest]:
+        """Of every kind and tier in which there is excess, the blocks that `least` or more replicas hold, copied."""
+        return [
+            take(self._index, kind, tier, self._masks[kind], least)
+            for (kind, tier), count in self._counts.items()
+            if count.held > count.distinct
+        ]
+
+    def named(self, cuts: Sequence[Cut], top: int) -> Shared:
+        """The `top` prefixes of all these cuts of `forests`."""
+        shared = [named(self._index, made) for made in cuts]
+        found = [prefix for each in shared for prefix in each.top]
         found.sort(key=lambda prefix: (-prefix.excess_bytes, prefix.tier, prefix.key))
-        return Shared(found[:top], useful)
+        return Shared(found[:top], sum(each.useful_bytes for each in shared))
 
     def check(self) -> None:
         """Asserts that the counts are what a recount of the index gives."""

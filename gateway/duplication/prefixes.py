@@ -56,14 +56,51 @@ class Shared(NamedTuple):
     useful_bytes: int
 
 
-def shared_prefixes(
-    index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, top: int, demand: Demand, load: Load, replicas: int
-) -> Shared:
-    """Cuts what two or more replicas of `mask` hold into prefixes, every block in exactly one.
+class Forest(NamedTuple):
+    """Blocks of one kind in one tier, copied out of the index: it stays as it is while the index changes.
 
-    `demand` and `load`, that of all `replicas`, say how many copies each needs.
+    `names` has the replicas of `mask` by their bits.
     """
-    keys, parents, holders = index.shared(tier, mask, demand.least)
+
+    kind: BlockKind
+    tier: Tier
+    mask: int
+    names: dict[int, str]
+    keys: Keys
+    parents: Keys
+    holders: list[tuple[int, Keys]]
+
+
+class Segment(NamedTuple):
+    """A shared prefix before it is named. Figures are blocks, but for the copies that are `needed`."""
+
+    key: int
+    blocks: int
+    holders: int
+    needed: int
+    useful: int
+
+
+class Cut(NamedTuple):
+    """A forest in segments: the `top` by excess, and the useful blocks of all of them."""
+
+    forest: Forest
+    top: list[Segment]
+    useful: int
+
+
+def take(index: PrefixIndex, kind: BlockKind, tier: Tier, mask: int, least: int) -> Forest:
+    """What `least` or more replicas of `mask` hold now."""
+    names = {index.bit(name): name for name in index.replicas_of(mask)}
+    return Forest(kind, tier, mask, names, *index.shared(tier, mask, least))
+
+
+def cut(forest: Forest, top: int, demand: Demand, load: Load, replicas: int) -> Cut:
+    """Cuts what two or more replicas hold into prefixes, every block in exactly one.
+
+    `demand` and `load`, that of all `replicas`, say how many copies each needs. May run in a thread of its own.
+    """
+    keys, parents, holders = forest.keys, forest.parents, forest.holders
     copies = _copies(keys, holders)
     links = _links(keys, parents)
     shares = demand.shares(keys, links, holders)
@@ -73,7 +110,7 @@ def shared_prefixes(
         holders = [(word, masks.take(shared)) for word, masks in holders]
         copies, links = copies.take(shared), _links(keys, parents)
     if not keys.size:
-        return Shared([], 0)
+        return Cut(forest, [], 0)
     joined = links >= 0
     above = np.maximum(links, 0)
     for _, masks in holders:
@@ -84,30 +121,46 @@ def shared_prefixes(
     lengths = _lengths(np.where(follows, above, -1))
     lasts = (children != 1).nonzero()[0]
     excess = (copies.take(lasts) - 1) * lengths.take(lasts)
-    needed = np.minimum(load.needed(shares, replicas), mask.bit_count())
+    needed = np.minimum(load.needed(shares, replicas), forest.mask.bit_count())
     useful = (np.minimum(copies, needed) - 1) * lengths
     best = lasts.take(np.lexsort((keys.take(lasts), -excess))[:top])
+    segments = [
+        Segment(
+            int(keys[last]),
+            int(lengths[last]),
+            sum(int(masks[last]) << WORD * word for word, masks in holders),
+            int(needed[last]),
+            int(useful[last]),
+        )
+        for last in best.tolist()
+    ]
+    return Cut(forest, segments, int(useful.take(lasts).sum()))
+
+
+def named(index: PrefixIndex, made: Cut) -> Shared:
+    """The prefixes of a cut, with their holders' names, their bytes and their depths by the index as it is now."""
+    forest, kind = made.forest, made.forest.kind
     depths: dict[int, int] = {}
     found = []
-    for last in best.tolist():
-        names = index.replicas_of(sum(int(masks[last]) << WORD * word for word, masks in holders))
-        blocks, size = int(lengths[last]), (len(names) - 1) * int(lengths[last]) * kind.block_bytes
+    for segment in made.top:
+        holders = sorted(name for bit, name in forest.names.items() if segment.holders & bit)
+        excess, useful = (len(holders) - 1) * segment.blocks * kind.block_bytes, segment.useful * kind.block_bytes
         found.append(
             SharedPrefix(
-                key=int(keys[last]),
+                key=segment.key,
                 model=kind.model,
-                tier=tier,
-                depth_tokens=_depth(index, int(keys[last]), mask, depths) * kind.block_tokens,
-                tokens=blocks * kind.block_tokens,
-                copies=len(names),
-                holders=sorted(names),
-                needed=int(needed[last]),
-                excess_bytes=size,
-                useful_bytes=int(useful[last]) * kind.block_bytes,
-                wasted_bytes=size - int(useful[last]) * kind.block_bytes,
+                tier=forest.tier,
+                depth_tokens=_depth(index, segment.key, forest.mask, depths) * kind.block_tokens,
+                tokens=segment.blocks * kind.block_tokens,
+                copies=len(holders),
+                holders=holders,
+                needed=segment.needed,
+                excess_bytes=excess,
+                useful_bytes=useful,
+                wasted_bytes=excess - useful,
             )
         )
-    return Shared(found, int(useful.take(lasts).sum()) * kind.block_bytes)
+    return Shared(found, made.useful * kind.block_bytes)
 
 
 def _copies(keys: Keys, holders: list[tuple[int, Keys]]) -> Links:

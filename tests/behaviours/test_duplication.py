@@ -12,7 +12,7 @@ from placement_fleet import Fleet, Request, prompt
 
 from gateway.duplication.demand import Load
 from gateway.duplication.ledger import Ledger
-from gateway.duplication.report import build_report, render_text
+from gateway.duplication.report import Reporter, render_text
 from gateway.placement.index import PrefixIndex
 from kvstore.identity import Namespace, token_keys
 from kvstore.messages import ROOT_PARENT, Tier
@@ -267,7 +267,7 @@ def test_useful_and_wasted_add_up():
     fleet.advance(100.5)
     for replica in ("replica-1", "replica-4", "replica-6"):
         fleet.index.store(replica, Tier.HBM, scattered, [ROOT_PARENT, *scattered[:-1]])
-    report = build_report(ledger, top=100, traffic=fleet.placer.traffic, load=load)
+    report = Reporter(ledger, traffic=fleet.placer.traffic, load=load).report(100)
     assert report.demand == "requests"
     assert report.useful_bytes + report.wasted_bytes == report.excess_bytes == ledger.excess
     for prefix in report.prefixes:

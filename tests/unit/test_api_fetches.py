@@ -15,7 +15,7 @@ from gateway.api.admin import AdminApp
 from gateway.api.explain import Explain
 from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger
-from gateway.duplication.report import build_report
+from gateway.duplication.report import Reporter
 from gateway.identity.identifier import Identifier
 from gateway.path.identify import Identify
 from gateway.path.usage import PromptTokensDetails, Usage
@@ -34,7 +34,7 @@ class Admin:
             parts.fleet,
             parts.index,
             identify,
-            lambda top: build_report(ledger, top=top),
+            Reporter(ledger),
             History(ledger),
             parts.receipts,
             parts.fetches,

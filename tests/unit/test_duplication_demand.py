@@ -9,6 +9,8 @@ import pytest
 
 from gateway.duplication.demand import Held, Load, Traffic
 from gateway.duplication.ledger import Ledger
+from gateway.duplication.prefixes import cut
+from gateway.duplication.report import Reporter
 from gateway.placement.index import PrefixIndex
 from gateway.placement.settings import PlacementSettings
 from kvstore.messages import ROOT_PARENT, Tier
@@ -125,3 +127,25 @@ def test_useful_and_wasted_by_the_definition(seed: int, by: str) -> None:
     assert 0 < useful < forest.ledger.excess
     assert forest.ledger.shared(2, demand, load).useful_bytes == useful, "of all, however few are listed"
     assert forest.ledger.shared().useful_bytes == 0, "without traffic no second copy is needed"
+
+
+def test_a_forest_stays_as_it_was_while_the_index_changes() -> None:
+    """What takes long is done aside, on copies; meanwhile blocks and whole replicas may go."""
+    forest, load = Forest(1), Load()
+    (before,) = forest.ledger.forests(1)
+    expected = forest.ledger.shared(10_000, Held(), load)
+    for name in forest.names[1:]:
+        forest.index.remove_replica(name)
+    forest.index.add_replica("another")
+    found = forest.ledger.named([cut(before, 10_000, Held(), load, 5)], 10_000)
+    assert found.useful_bytes == expected.useful_bytes
+    assert {each.key: (each.holders, each.excess_bytes) for each in found.top} == {
+        each.key: (each.holders, each.excess_bytes) for each in expected.top
+    }
+
+
+async def test_a_report_made_aside_is_the_same() -> None:
+    forest, load = Forest(2), Load(weight=1.0)
+    load.observe(100)
+    reporter = Reporter(forest.ledger, load=load)
+    assert await reporter.report_aside(50) == reporter.report(50)

@@ -10,7 +10,7 @@ from path_support import BEAT, HELLO, MODEL, Parts, exchange, identity
 
 from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
-from gateway.duplication.report import build_report, render_text
+from gateway.duplication.report import Reporter, render_text
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.path.usage import PromptTokensDetails, Usage
 from gateway.placement.index import PrefixIndex
@@ -84,7 +84,7 @@ async def test_the_path_feeds_what_is_placed_and_counts_what_is_answered() -> No
     parts.fleet.replicas["replica-0"].heartbeat = None
     parts.fleet.replicas["replica-0"].hello = None
     assert parts.fleet.cache_shape(MODEL) == (1, 0), "one of them does not say"
-    report = build_report(Ledger(PrefixIndex()), hit_rates=parts.hit_rates)
+    report = Reporter(Ledger(PrefixIndex()), hit_rates=parts.hit_rates).report()
     assert report.hit_rates == [rate]
     assert "hit rate of m: 44.9%, one endless cache 49.8%" in render_text(report)
     parts.hit_rates.check()

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.duplication.history import History
 from gateway.duplication.ledger import Ledger, Totals
-from gateway.duplication.report import DuplicationReport, build_report, render_text
+from gateway.duplication.report import DuplicationReport, Reporter, render_text
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import ROOT_PARENT, Tier
 
@@ -164,7 +164,7 @@ def test_a_history_without_samples_tells_the_present(index, ledger):
 def test_the_report_is_bytes_in_json_and_mib_in_text(index, ledger):
     for name in "abc":
         _chain(index, name, 1, 2)
-    report = build_report(ledger, top=2, history=History(ledger))
+    report = Reporter(ledger, history=History(ledger)).report(2)
     assert (report.held_bytes, report.distinct_bytes, report.excess_bytes) == (12 * MIB, 4 * MIB, 8 * MIB)
     assert len(report.pairs) == 2
     assert msgspec.json.decode(msgspec.json.encode(report), type=DuplicationReport) == report
@@ -175,7 +175,7 @@ def test_the_report_is_bytes_in_json_and_mib_in_text(index, ledger):
 
 
 def test_an_empty_report_is_a_report(ledger):
-    assert render_text(build_report(ledger)).startswith("KV held     0.0 MiB")
+    assert render_text(Reporter(ledger).report()).startswith("KV held     0.0 MiB")
 
 
 def test_what_the_index_evicts_is_counted_no_more():
