@@ -115,7 +115,7 @@ class Reporter:
         return self._with_prefixes(figures, self._ledger.shared(top, demand, self._load))
 
     async def report_aside(self, top: int = 20, window_s: float = 3600.0) -> DuplicationReport:
-        """The same, with what takes long done in a thread, on copies: about a second for a million blocks."""
+        """The same, with what takes long done in a thread, on copies."""
         figures, demand = self._figures(top, window_s)
         forests, replicas = self._ledger.forests(demand.least), self._ledger.replicas
         cuts = await asyncio.to_thread(lambda: [cut(forest, top, demand, self._load, replicas) for forest in forests])
