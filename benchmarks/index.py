@@ -187,8 +187,9 @@ BEAT = Heartbeat(
 )
 
 
-def snapshot(tier: Tier, keys: Keys, parents: Keys, part: int = 0, parts: int = 1) -> Snapshot:
-    return Snapshot(epoch=1, seq=0, part=part, parts=parts, tier=tier, keys=keys.tobytes(), parents=parents.tobytes())
+def snapshot(keys: Keys, parents: Keys, part: int = 0, last: bool = True) -> Snapshot:
+    stored = Stored(tier=Tier.HBM, keys=keys.tobytes(), parents=parents.tobytes())
+    return Snapshot(epoch=1, seq=0, part=part, last=last, stored=[stored])
 
 
 def through_streams(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def through_streams(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
     streams = Streams(index)
     none = np.zeros(0, np.uint64)
     seqs = [0] * len(REPLICAS)
-    first = encode_frame(snapshot(Tier.HBM, none, none)) + encode_frame(beat(0, 0))
+    first = encode_frame(snapshot(none, none)) + encode_frame(beat(0, 0))
 
     def frames(rows: Keys, gone: bool) -> list[bytearray]:
         sent = [bytearray() for _ in REPLICAS]
@@ -395,7 +396,7 @@ def pieces(blocks: int) -> dict[str, Any]:
     keys = chains(blocks).reshape(-1)
     parts = -(-keys.size // 65_536)
     data = b"".join(
-        encode_frame(snapshot(Tier.HBM, part, part, number, parts))
+        encode_frame(snapshot(part, part, number, number == parts - 1))
         for number, part in enumerate(keys[at : at + 65_536] for at in range(0, keys.size, 65_536))
     )
     data += encode_frame(beat(0, int(np.add.reduce(keys))))

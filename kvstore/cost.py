@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstore.bounds import Rate
 from kvstore.fit import DurationFit
 
 _FASTEST = 1e15
@@ -19,8 +20,8 @@ _FASTEST = 1e15
 class LinkEstimate(msgspec.Struct, frozen=True):
     """A path between two memories: seconds before the first byte, and bytes per second after it."""
 
-    latency_s: Annotated[float, Meta(ge=0)]
-    bytes_per_s: Annotated[float, Meta(gt=0)]
+    latency_s: Annotated[float, Meta(ge=0, le=1e12)]
+    bytes_per_s: Rate
 
     def seconds(self, size: float) -> float:
         """What moving `size` bytes takes."""

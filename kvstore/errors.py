@@ -2,6 +2,7 @@
 
 KvStoreError
 ├── ProtocolError           a peer sent bytes that are not a frame or message of this protocol
+│   └── UnknownProtocol     a peer speaks another version of it; both are named
 ├── GeometryError           a model description from which KV bytes cannot be computed
 │   └── GeometryMismatch    two layouts, or a layout and a grid of ranks, that cannot be mapped onto each other
 ├── IdentityError           a prompt or block that cannot be named (wrong unit, token id out of range)
@@ -22,6 +23,15 @@ class KvStoreError(Exception):
 
 class ProtocolError(KvStoreError):
     """A peer sent bytes that are not a frame or message of this protocol."""
+
+
+class UnknownProtocol(ProtocolError):
+    """A peer speaks another version of the protocol: `theirs`, where this side speaks `ours`."""
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        super().__init__(f"the peer speaks protocol {theirs}, this side {ours}: update gateways and agents together")
+        self.theirs = theirs
+        self.ours = ours
 
 
 class GeometryError(KvStoreError):

@@ -12,6 +12,9 @@ from kvstore.models import language_model, read_attention
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 
+MAX_EXTENT = 65_536
+"""Layers, heads and dims are no more than that."""
+
 
 class KvGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Shape of one token's KV over the whole model: `layers` x `kv_heads` x (K of `head_dim`, V) elements of `dtype`.
@@ -35,6 +38,9 @@ class KvGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         for field in ("layers", "kv_heads", "head_dim"):
             if getattr(self, field) <= 0:
                 raise GeometryError(f"{field}: expected a positive integer, got {getattr(self, field)!r}")
+        for field in ("layers", "kv_heads", "head_dim", "v_head_dim"):
+            if (getattr(self, field) or 0) > MAX_EXTENT:
+                raise GeometryError(f"{field}: at most {MAX_EXTENT}, got {getattr(self, field)!r}")
         if self.v_head_dim is not None and self.v_head_dim < 0:
             raise GeometryError(f"v_head_dim: expected 0 or a positive integer, got {self.v_head_dim!r}")
         if self.latent and self.kv_heads != 1:

@@ -1,15 +1,23 @@
 """What an agent and a gateway say to each other: msgspec structs in length-prefixed msgpack frames.
 
-A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, tier after tier, then
-`Delta`s, with a `Heartbeat` in between; the first report that is no snapshot says that the snapshot is whole. All of
-these carry `(epoch, seq)`; a `FetchRecord` may stand anywhere after the snapshot and carries none. The epoch changes
-whenever the agent cannot vouch that what it knew is still held (engine or agent restart, a gap in the engine's events);
-it begins with a new snapshot. `seq` counts the deltas of an epoch: a snapshot carries the number of the last delta it
-contains, a delta the next number, a heartbeat the last number sent. A reader that sees a gap, or a digest that differs
-from its own, asks again.
+A report stream (`GET /v1/reports`) is a sequence of frames: a `Snapshot` in one or more parts, `Delta`s, and
+`Heartbeat`s in between. All of these carry `(epoch, seq)`; a `FetchRecord` may stand anywhere after the first part and
+carries none. The epoch changes whenever the agent cannot vouch that what it knew is still held (engine or agent
+restart, a gap in the engine's events); it begins with a new snapshot. `seq` counts the deltas of an epoch: a delta
+carries the next number, everything else the last one sent.
+
+A snapshot is not one moment. Keys are cut into `SHARDS` by their highest bits, and a part is what is held in some of
+them when its turn comes, whatever happens meanwhile: a delta that stands between two parts says only what changed in
+the shards told before it. So parts and deltas, applied in the order they come, are exactly what is held once the last
+part is there; nobody has to copy a catalogue, or to keep one still. Until then a heartbeat tells the load alone. From
+then on its digest must be the reader's own. Only then is anything believed. A reader that sees a gap, or a digest that
+differs from its own, asks again.
 
 A block is reported by one RouteKey, that of its last unit, with the RouteKey of the block before it as its parent
 (`ROOT_PARENT` for the first block of a prompt).
+
+Every length is bounded (`kvstore.bounds`): a frame has at most 16 MiB, a part, a delta and a replica at most so many
+blocks. A peer that speaks another protocol is refused by number, before anything else it says is read.
 """
 
 from __future__ import annotations
@@ -20,15 +28,27 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
+from kvstore.bounds import U64, Count, Name, Rate, Seconds, Share, Text
 from kvstore.cost import LinkEstimate
-from kvstore.errors import ProtocolError
+from kvstore.errors import GeometryError, ProtocolError, UnknownProtocol
 from kvstore.geometry import KvGeometry
 from kvstore.namespace import KvNamespace
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-SNAPSHOT_PART_BLOCKS = 65_536
+
+MAX_CHANGED_BLOCKS = 65_536
+"""Blocks in one part of a snapshot, and in one delta."""
+
+MAX_SNAPSHOT_PARTS = 4_096
+MAX_REPLICA_BLOCKS = 1 << 24
+"""Blocks that one replica may report, over all tiers: 268 M tokens in blocks of 16."""
+
+MAX_PROBLEMS = 64
+MAX_MODELS = 4_096
+SHARDS = 256
 ROOT_PARENT = 0
 GATEWAY_NAME = r"^[A-Za-z0-9._:-]{1,128}\Z"
 MAX_GATEWAYS = 64
@@ -50,9 +70,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """What keeps a replica from something it could do. `code` is one of a bounded set of words, `message` says what is
     wrong and `fix` which flag of which process changes it. A `note` may be what somebody wants."""
 
-    code: str
-    message: str
-    fix: str
+    code: Name
+    message: Text
+    fix: Text
     note: bool = False
 
 
@@ -61,23 +81,25 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     `epoch` is the one in force now; `capacity_blocks` is the engine's HBM pool, 0 when unknown; `route_seed_check` is
     the root of an empty namespace under the agent's seed, so that a gateway with another seed is told and not misled.
-    `namespace` is that of the engine's blocks in the pool, None as long as no engine has connected to it.
+    `namespace` is that of the engine's blocks in the pool, None as long as no engine has connected to it; `kv_events`
+    whether the agent is connected to the engine's KV events: without them there is nothing to report.
     """
 
-    protocol: int = PROTOCOL_VERSION
-    replica_id: str
-    dp_rank: int = 0
-    epoch: int
-    engine: str
-    engine_version: str
+    protocol: Count = PROTOCOL_VERSION
+    replica_id: Name
+    dp_rank: Count = 0
+    epoch: U64
+    engine: Name
+    engine_version: Name
     engine_up: bool
-    models: list[str]
-    block_size: int
-    capacity_blocks: int
+    models: Annotated[list[Name], Meta(max_length=MAX_MODELS)]
+    block_size: Annotated[int, Meta(ge=0, le=1 << 20)]
+    capacity_blocks: Count
     geometry: KvGeometry | None
-    identity_modes: list[str]
-    route_seed_check: int
+    identity_modes: Annotated[list[Name], Meta(max_length=16)]
+    route_seed_check: U64
     namespace: KvNamespace | None = None
+    kv_events: bool = False
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,53 +108,58 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     `special_tokens` maps names used by templates (bos_token, eos_token, ...) to their text; `digest` names the content.
     """
 
-    model: str
+    model: Name
     tokenizer_json: bytes
-    chat_template: str | None
-    special_tokens: dict[str, str]
+    chat_template: Annotated[str, Meta(max_length=1 << 24)] | None
+    special_tokens: Annotated[dict[Name, Text], Meta(max_length=1_024)]
     add_bos_token: bool | None = None
-    digest: str
+    digest: Name
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """Part `part` of `parts` of everything held in one tier when delta `seq` had been applied.
-
-    `keys` and `parents` are packed little-endian u64 of equal length.
-    """
-
-    epoch: int
-    seq: int
-    part: int
-    parts: int
-    tier: Tier
-    keys: bytes
-    parents: bytes
+_Packed = Annotated[bytes, Meta(max_length=8 * MAX_CHANGED_BLOCKS)]
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored", array_like=True):
-    """Blocks that became held; `keys` and `parents` are packed u64 of equal length."""
+    """Blocks that became held; `keys` and `parents` are packed little-endian u64 of equal length."""
 
     tier: Tier
-    keys: bytes
-    parents: bytes
+    keys: _Packed
+    parents: _Packed
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True, tag="removed", array_like=True):
     """Blocks that are held no more in this tier; `keys` is packed u64."""
 
     tier: Tier
-    keys: bytes
+    keys: _Packed
 
 
-Change: TypeAlias = Stored | Removed
+class Cleared(msgspec.Struct, frozen=True, kw_only=True, tag="cleared", array_like=True):
+    """Nothing is held any more in this tier."""
+
+    tier: Tier
+
+
+Change: TypeAlias = Stored | Removed | Cleared
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
+    """Part `part` of a snapshot, from 0 on: what was held in the next shards after delta `seq`; `last` says whether any
+    part follows. `stored` has at most `MAX_CHANGED_BLOCKS` blocks."""
+
+    epoch: U64
+    seq: U64
+    part: Annotated[int, Meta(ge=0, lt=MAX_SNAPSHOT_PARTS)]
+    last: bool
+    stored: Annotated[list[Stored], Meta(max_length=len(Tier))]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
-    """Changes number `seq` of an epoch, to be applied in order."""
+    """Changes number `seq` of an epoch, to be applied in order; at most `MAX_CHANGED_BLOCKS` blocks."""
 
-    epoch: int
-    seq: int
-    changes: list[Change]
+    epoch: U64
+    seq: U64
+    changes: Annotated[list[Change], Meta(max_length=3 * len(Tier))]
 
 
 class FetchState(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,11 +170,11 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
     reading from each replica has cost, by its id; `link` what is assumed of any other. `slots` is the pool's size.
     """
 
-    namespace: str
+    namespace: Name
     acts: bool
-    slots: int
+    slots: Count
     link: LinkEstimate
-    links: dict[str, LinkEstimate]
+    links: Annotated[dict[Name, LinkEstimate], Meta(max_length=4_096)]
 
 
 class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,10 +184,10 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
     `prefill_tokens` those of their uncached prompt tokens whose first token it has not seen.
     """
 
-    gateway: Annotated[str, msgspec.Meta(pattern=GATEWAY_NAME)]
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    prefill_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    sequences: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    gateway: Annotated[str, Meta(pattern=GATEWAY_NAME)]
+    epoch: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    prefill_tokens: Annotated[int, Meta(ge=0, lt=1 << 53)]
+    sequences: Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
@@ -174,21 +201,21 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     heard of within the last second announced here, the reader's own too; empty from an agent that does not collect it.
     """
 
-    epoch: int
-    seq: int
+    epoch: U64
+    seq: U64
     engine_up: bool
-    running: int
-    waiting: int
-    queued_prefill_tokens: int | None
-    prefill_tokens_per_s: float | None
-    kv_usage: float
-    capacity_blocks: int
-    blocks: int
-    digest: int
+    running: Count
+    waiting: Count
+    queued_prefill_tokens: Count | None
+    prefill_tokens_per_s: Rate | None
+    kv_usage: Share
+    capacity_blocks: Count
+    blocks: Count
+    digest: U64
     fetch: FetchState | None = None
     kv_events: bool = False
-    problems: list[Problem] = []
-    gateways: list[GatewayLoad] = []
+    problems: Annotated[list[Problem], Meta(max_length=MAX_PROBLEMS)] = []
+    gateways: Annotated[list[GatewayLoad], Meta(max_length=MAX_GATEWAYS)] = []
 
 
 class FetchOutcome(StrEnum):
@@ -226,37 +253,68 @@ class FetchRecord(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
     `predicted_recompute_s` computing all that the engine lacks.
     """
 
-    request: str
-    gateway_request: str
-    at: float
-    replica: str
-    source: str
-    transport: str
+    request: Name
+    gateway_request: Name
+    at: Seconds
+    replica: Name
+    source: Name
+    transport: Name
     outcome: FetchOutcome
-    reason: str
-    block_tokens: int
-    block_bytes: int
-    asked: int
-    own: int
-    moved: int
-    loaded: int
-    failed: int
-    predicted_fetch_s: float
-    predicted_rest_s: float
-    predicted_recompute_s: float
-    decide_s: float
-    lease_s: float
-    move_s: float
-    verify_s: float
-    confirm_s: float
-    copy_s: float
-    total_s: float
+    reason: Text
+    block_tokens: Count
+    block_bytes: Count
+    asked: Count
+    own: Count
+    moved: Count
+    loaded: Count
+    failed: Count
+    predicted_fetch_s: Seconds
+    predicted_rest_s: Seconds
+    predicted_recompute_s: Seconds
+    decide_s: Seconds
+    lease_s: Seconds
+    move_s: Seconds
+    verify_s: Seconds
+    confirm_s: Seconds
+    copy_s: Seconds
+    total_s: Seconds
 
 
 Report: TypeAlias = Snapshot | Delta | Heartbeat | FetchRecord
 
 _encoder = msgspec.msgpack.Encoder()
 _report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+_hello_decoder = msgspec.json.Decoder(Hello)
+
+
+class _Spoken(msgspec.Struct):
+    protocol: int
+
+
+_spoken_decoder = msgspec.json.Decoder(_Spoken)
+
+
+def check_protocol(theirs: int) -> None:
+    """Raises UnknownProtocol for any other than this one."""
+    if theirs != PROTOCOL_VERSION:
+        raise UnknownProtocol(theirs, PROTOCOL_VERSION)
+
+
+def decode_hello(raw: bytes) -> Hello:
+    """What an agent says of itself. Raises ProtocolError: UnknownProtocol where it speaks another one, of which nothing
+    but the number is read."""
+    try:
+        check_protocol(_spoken_decoder.decode(raw).protocol)
+        return _hello_decoder.decode(raw)
+    except (msgspec.MsgspecError, GeometryError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"not a hello: {error}") from error
+
+
+def shard_of(key: int) -> int:
+    """The shard of snapshots that a RouteKey is in."""
+    return key >> 56
 
 
 def digest_term(key: int, tier: Tier) -> int:

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+from kvstore.bounds import Count, Name
 
 CONTENT_KEY_BYTES = 32
 """Length of an engine's block hash."""
@@ -30,15 +34,15 @@ class KvNamespace(msgspec.Struct, frozen=True, kw_only=True):
     positions, such as model, revision, weights and rope, by name; `hash_algorithm` how block hashes are made.
     """
 
-    layout: str = SLOT_LAYOUT
-    dtype: str
-    block_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_bytes: int
-    hash_algorithm: str
-    identity: dict[str, str]
+    layout: Name = SLOT_LAYOUT
+    dtype: Name
+    block_size: Count
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    block_bytes: Count
+    hash_algorithm: Name
+    identity: Annotated[dict[Name, Annotated[str, Meta(max_length=16_384)]], Meta(max_length=64)]
 
     @property
     def digest(self) -> bytes:

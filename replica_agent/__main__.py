@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 
-from replica_agent.app import create_app
+from replica_agent.app import create_app, warm_up
 from replica_agent.errors import PortTaken, SettingsError, SocketTaken
 from replica_agent.replica import Replica
 from replica_agent.settings import Settings, load_settings
@@ -72,6 +73,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     stop_tracing = set_up_tracing(os.environ, settings.replica_id)
+    await warm_up()
+    gc.freeze()  # or every full collection looks at all that was imported, for some tens of ms
     try:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(replica.run())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 
+import anyio
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -15,7 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvstore.messages import ModelFiles
+from kvstore.messages import PROTOCOL_VERSION, ModelFiles
+from replica_agent.errors import TooManyReports
 from replica_agent.kv.lease_api import lease_routes
 from replica_agent.kv.lease_service import LeaseService
 from replica_agent.load_api import LoadEndpoint
@@ -48,6 +50,12 @@ class TokenMiddleware:
         await self._app(scope, receive, send)
 
 
+async def warm_up() -> None:
+    """Loads what the first streamed response would, and hold the event loop for 30 ms."""
+    async with anyio.create_task_group():
+        pass
+
+
 def create_app(replica: Replica) -> Starlette:
     """Routes over one replica. The replica must be running in the same event loop."""
     registry = make_registry(replica)
@@ -68,7 +76,16 @@ def create_app(replica: Replica) -> Starlette:
         return Response(msgspec.msgpack.encode(files), media_type=MSGPACK, headers={"etag": tag})
 
     async def reports(request: Request) -> Response:
-        return StreamingResponse(replica.hub.stream(), media_type="application/octet-stream")
+        spoken = request.query_params.get("protocol", str(PROTOCOL_VERSION))
+        if spoken != str(PROTOCOL_VERSION):
+            return _error(
+                409, "protocol", f"the gateway speaks protocol {spoken:.20}, this agent {PROTOCOL_VERSION}: update both"
+            )
+        try:
+            frames = replica.hub.open()
+        except TooManyReports as error:
+            return _error(503, "too_many_reports", str(error))
+        return StreamingResponse(frames, media_type="application/octet-stream")
 
     async def health(request: Request) -> Response:
         engine = replica.engine_state()

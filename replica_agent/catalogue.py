@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys, wire_block_hash
-from kvstore.messages import ROOT_PARENT, Change, Removed, Stored, Tier, digest_of, digest_term
+from kvstore.messages import MAX_CHANGED_BLOCKS, ROOT_PARENT, SHARDS, Change, Cleared, Stored, Tier
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EngineHash, Event
+from replica_agent.held import HeldKeys
 
 TIERS = (Tier.HBM, Tier.DRAM)
 """Tiers that an engine's events can speak of; the agent's pool is in the second, too."""
@@ -18,33 +19,42 @@ _POOL = len(TIERS)
 _PLACES = (*TIERS, Tier.DRAM)
 """The tier of each place where a block can have copies: the engine's two, and the agent's pool."""
 
-_MASK = (1 << 64) - 1
-
 # How far a block's identity is known. An ORPHAN may still become NAMED; an UNNAMED block never will, nor its children.
 _NAMED, _ORPHAN, _UNNAMED = range(3)
 
 
-class _Block:
-    """One engine hash: its copies by place, and its RouteKey once the chain to the root is known."""
+_COPIES_BITS = 32
+_COPIES_MASK = (1 << _COPIES_BITS) - 1
 
-    __slots__ = ("copies", "key", "parent", "parent_key", "state", "tokens")
 
-    def __init__(self) -> None:
-        self.copies = [0] * len(_PLACES)
-        self.state = _ORPHAN
-        self.key = 0
-        self.parent_key = ROOT_PARENT
-        self.parent: EngineHash | None = None
-        self.tokens = b""
+class _Block(msgspec.Struct, gc=False):
+    """One engine hash: its copies by place, packed, and its RouteKey once the chain to the root is known.
+
+    Refers to nothing that could refer back, and the garbage collector leaves it alone: to look at a million of them
+    would hold the event loop for some tenths of a second.
+    """
+
+    copies: int = 0
+    state: int = _ORPHAN
+    key: int = 0
+    parent_key: int = ROOT_PARENT
+    parent: EngineHash | None = None
+    tokens: bytes = b""
+
+    def copies_in(self, place: int) -> int:
+        """Copies in one place."""
+        return self.copies >> _COPIES_BITS * place & _COPIES_MASK
 
 
 class CatalogueCounts(msgspec.Struct, frozen=True):
-    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and orphans forgotten so far."""
+    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and, so far, orphans forgotten and
+    copies taken off because the engine has no room for so many."""
 
     hashes: int
     orphans: int
     unnamed: int
     forgotten: int
+    surplus: int
 
 
 class Catalogue:
@@ -54,9 +64,11 @@ class Catalogue:
     loop, by what the engine's events say and what the pool says. What `take_changes`, `digest` and `held` say is valid
     until the next of those calls.
 
-    An engine counts copies: a hash stored twice and removed once is still held. Several hashes may lead to one RouteKey
-    (same tokens, hashed differently); a key is held in a tier while any of them is. Only one group of a hybrid model is
-    followed, the first of full attention.
+    An engine counts copies: a hash stored twice and removed once is still held. One that is told again what it was told
+    before (vLLM for requests in `kv_cache_report_mode` "full") is never told that it is removed so often. That cannot
+    be seen in an event, but in the end there are more copies than `capacity_blocks` in HBM: then each hash counts once.
+    Several hashes may lead to one RouteKey (same tokens, hashed differently); a key is held in a tier while any of them
+    is. Only one group of a hybrid model is followed, the first of full attention.
 
     The pool knows its blocks by ContentKey alone: one of them is reported once the engine has told its tokens, before
     or after. What the pool holds outlasts every reset.
@@ -65,9 +77,14 @@ class Catalogue:
     def __init__(self, model: str, seed: int, *, max_orphans: int = 65_536) -> None:
         self._seed = seed
         self._max_orphans = max_orphans
-        self._forgotten = 0
+        self._forgotten = self._taken_off = 0
         self.block_size = 0
+        self.capacity_blocks = 0
+        """Blocks that the engine's HBM has room for; 0 while unknown."""
         self._pooled: set[EngineHash] = set()
+        self._held = {tier: HeldKeys(tier) for tier in TIERS}
+        self._cast_off: list[dict[EngineHash, _Block]] = []
+        self._blocks: dict[EngineHash, _Block] = {}
         self.reset(model)
 
     def reset(self, model: str) -> None:
@@ -75,22 +92,40 @@ class Catalogue:
         self._model = model
         self._roots: dict[tuple[str, str], int] = {}
         self._group: int | None = None
-        self._changed: dict[tuple[Tier, int], bool] = {}
-        self.digest = 0
-        self._empty()
+        self._empty(tell=False)
 
-    def _empty(self) -> None:
-        self._blocks: dict[EngineHash, _Block] = {}
+    def _empty(self, *, tell: bool) -> None:
+        for held in self._held.values():
+            held.clear(tell=tell)
+        self._cast_off.append(self._blocks)
+        self._blocks = {}
         self._orphans: dict[EngineHash, None] = {}
         self._waiting: dict[EngineHash, dict[EngineHash, None]] = {}
         self._unnamed = 0
-        self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
-        self._holders: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        self._hbm_copies = 0
+        self._doubled: dict[EngineHash, None] = {}
+
+    def sweep(self, limit: int) -> bool:
+        """Frees about `limit` entries of what a reset or a clear left behind; whether there is more."""
+        left = [held.sweep(limit) for held in self._held.values()]
+        while self._cast_off and limit > 0:
+            last = self._cast_off[-1]
+            for _ in range(min(limit, len(last))):
+                last.popitem()
+                limit -= 1
+            if not last:
+                self._cast_off.pop()
+        return any(left) or bool(self._cast_off)
 
     @property
     def blocks(self) -> int:
         """Reported blocks, a key held in two tiers counted twice."""
-        return sum(len(held) for held in self._held.values())
+        return sum(held.count for held in self._held.values())
+
+    @property
+    def digest(self) -> int:
+        """Of everything reported; see `kvstore.messages.digest_term`."""
+        return sum(held.digest for held in self._held.values()) & (1 << 64) - 1
 
     @property
     def pooled(self) -> int:
@@ -100,17 +135,31 @@ class Catalogue:
     @property
     def counts(self) -> CatalogueCounts:
         """Sizes, for metrics."""
-        return CatalogueCounts(len(self._blocks), len(self._orphans), self._unnamed, self._forgotten)
+        return CatalogueCounts(len(self._blocks), len(self._orphans), self._unnamed, self._forgotten, self._taken_off)
 
     @property
     def has_changes(self) -> bool:
         """Whether `take_changes` would say anything."""
-        return bool(self._changed)
+        return any(held.has_changes for held in self._held.values())
 
     def held(self, tier: Tier) -> tuple[list[int], list[int]]:
-        """Keys held in `tier` and their parents' keys: a copy, so it stays as it was."""
-        held = self._held.get(tier, {})
-        return list(held.keys()), list(held.values())
+        """Keys held in `tier` and their parents' keys: copies of all, which takes long where there are many."""
+        return self._held[tier].part(0, SHARDS)
+
+    def part(self, first: int, blocks: int) -> tuple[int, list[Stored]]:
+        """What is held in the shards from `first` on, in so many of them as have about `blocks` blocks: the shard to go
+        on with, and the blocks, none with more than a message takes."""
+        end, size = first, 0
+        while end < SHARDS and (end == first or size < blocks):
+            size += sum(held.size(end) for held in self._held.values())
+            end += 1
+        stored: list[Stored] = []
+        for tier, held in self._held.items():
+            keys, parents = held.part(first, end)
+            for begin in range(0, len(keys), MAX_CHANGED_BLOCKS):
+                span = slice(begin, begin + MAX_CHANGED_BLOCKS)
+                stored.append(Stored(tier=tier, keys=pack_keys(keys[span]), parents=pack_keys(parents[span])))
+        return end, stored
 
     def apply(self, events: Iterable[Event]) -> None:
         """Takes in the events of one batch, in order."""
@@ -131,7 +180,7 @@ class Catalogue:
                 self._pooled.add(engine_hash)
                 block = self._blocks.get(engine_hash)
                 if block is not None:
-                    self._add_copy(block, _POOL)
+                    self._add_copy(engine_hash, block, _POOL)
 
     def pool_dropped(self, key: bytes) -> None:
         """The agent's pool holds it no more."""
@@ -142,19 +191,9 @@ class Catalogue:
 
     def take_changes(self, limit: int) -> list[Change]:
         """Up to `limit` blocks that became held or are held no more since the last call; each appears once."""
-        if len(self._changed) <= limit:
-            taken, self._changed = self._changed, {}
-        else:
-            taken = {place: self._changed.pop(place) for place in list(self._changed)[:limit]}
         changes: list[Change] = []
-        for tier in TIERS:
-            gone = [key for (where, key), now in taken.items() if where is tier and not now]
-            come = [key for (where, key), now in taken.items() if where is tier and now]
-            if gone:
-                changes.append(Removed(tier=tier, keys=pack_keys(gone)))
-            if come:
-                held = self._held[tier]
-                changes.append(Stored(tier=tier, keys=pack_keys(come), parents=pack_keys(held[key] for key in come)))
+        for held in self._held.values():
+            changes += held.take(limit - _blocks_in(changes))
         return changes
 
     def _store(self, event: BlockStored) -> None:
@@ -172,15 +211,17 @@ class Catalogue:
                 block = self._blocks[engine_hash] = _Block()
                 self._orphans[engine_hash] = None
                 if engine_hash in self._pooled:
-                    self._add_copy(block, _POOL)
+                    self._add_copy(engine_hash, block, _POOL)
             if block.state == _ORPHAN and not block.tokens and event.tokens:
                 block.parent = parent
                 block.tokens = event.tokens[index * block_bytes : (index + 1) * block_bytes]
                 self._identify(engine_hash, block, event, index)
-            self._add_copy(block, event.tier)
+            self._add_copy(engine_hash, block, event.tier)
             parent = engine_hash
         while len(self._orphans) > self._max_orphans:
             self._forget(next(iter(self._orphans)))
+        if self._hbm_copies > self.capacity_blocks > 0:
+            self._take_off_surplus()
 
     def _identify(self, engine_hash: EngineHash, block: _Block, event: BlockStored, index: int) -> None:
         """Names `block` and everything that waited for it, or says what it waits for."""
@@ -210,8 +251,8 @@ class Catalogue:
                 block.key = chain(start, block.tokens)[-1]
                 block.parent_key = ROOT_PARENT if block.parent is None else start
                 for place, tier in enumerate(_PLACES):
-                    if block.copies[place]:
-                        self._hold(block, tier)
+                    if block.copies_in(place):
+                        self._held[tier].add(block.key, block.parent_key)
             block.tokens = b""
             onward = block.key if block.state == _NAMED else None
             for child_hash in self._waiting.pop(engine_hash, ()):
@@ -227,41 +268,42 @@ class Catalogue:
 
     def _remove(self, engine_hash: EngineHash, place: int) -> None:
         block = self._blocks.get(engine_hash)
-        if block is None or not block.copies[place]:
+        if block is None or not block.copies_in(place):
             return
-        block.copies[place] -= 1
-        if block.copies[place]:
+        block.copies -= 1 << _COPIES_BITS * place
+        left = block.copies_in(place)
+        if place == Tier.HBM:
+            self._hbm_copies -= 1
+            if left == 1:
+                del self._doubled[engine_hash]
+        if left:
             return
         if block.state == _NAMED:
-            self._release(block, _PLACES[place])
-        if not any(block.copies):
+            self._held[_PLACES[place]].release(block.key)
+        if not block.copies:
             self._drop(engine_hash, block)
 
-    def _add_copy(self, block: _Block, place: int) -> None:
-        block.copies[place] += 1
-        if block.copies[place] == 1 and block.state == _NAMED:
-            self._hold(block, _PLACES[place])
+    def _add_copy(self, engine_hash: EngineHash, block: _Block, place: int) -> None:
+        block.copies += 1 << _COPIES_BITS * place
+        copies = block.copies_in(place)
+        if copies == 1 and block.state == _NAMED:
+            self._held[_PLACES[place]].add(block.key, block.parent_key)
+        if place == Tier.HBM:
+            self._hbm_copies += 1
+            if copies == 2:
+                self._doubled[engine_hash] = None
 
-    def _hold(self, block: _Block, tier: Tier) -> None:
-        holders = self._holders[tier]
-        count = holders[block.key] = holders.get(block.key, 0) + 1
-        if count == 1:
-            self._held[tier][block.key] = block.parent_key
-            self._transition(tier, block.key, now=True)
-
-    def _release(self, block: _Block, tier: Tier) -> None:
-        holders = self._holders[tier]
-        holders[block.key] -= 1
-        if not holders[block.key]:
-            del holders[block.key], self._held[tier][block.key]
-            self._transition(tier, block.key, now=False)
-
-    def _transition(self, tier: Tier, key: int, *, now: bool) -> None:
-        term = digest_term(key, tier)
-        self.digest = (self.digest + (term if now else -term)) & _MASK
-        # Transitions of one place alternate, so a second one since the last take undoes the first.
-        if self._changed.pop((tier, key), None) is None:
-            self._changed[tier, key] = now
+    def _take_off_surplus(self) -> None:
+        # Whose copies are too many cannot be known. To count one too few costs a hit, at worst until the block is
+        # stored again; one too many is a promise that is not kept.
+        self._taken_off += self._hbm_copies
+        for engine_hash in self._doubled:
+            block = self._blocks[engine_hash]
+            surplus = block.copies_in(Tier.HBM) - 1
+            block.copies -= surplus << _COPIES_BITS * Tier.HBM
+            self._hbm_copies -= surplus
+        self._doubled.clear()
+        self._taken_off -= self._hbm_copies
 
     def _drop(self, engine_hash: EngineHash, block: _Block) -> None:
         del self._blocks[engine_hash]
@@ -279,42 +321,47 @@ class Catalogue:
         # An orphan earns nothing, so forgetting one only costs hits that might have come. Its copies are forgotten too:
         # a later Removed of it finds nothing, or takes away a copy stored anew; never the reverse.
         self._forgotten += 1
-        self._drop(engine_hash, self._blocks[engine_hash])
+        block = self._blocks[engine_hash]
+        self._hbm_copies -= block.copies_in(Tier.HBM)
+        self._doubled.pop(engine_hash, None)
+        self._drop(engine_hash, block)
 
     def _clear(self, event: AllCleared) -> None:
         if event.tier is None:
-            for tier in TIERS:
-                for key in self._held[tier]:
-                    self._transition(tier, key, now=False)
-            self._empty()
+            self._empty(tell=True)
             return
         for engine_hash, block in list(self._blocks.items()):
-            if block.copies[event.tier]:
-                block.copies[event.tier] = 1
+            while block.copies_in(event.tier):
                 self._remove(engine_hash, event.tier)
 
     def check(self) -> None:
         """Asserts what must always hold: both maps, the digest and the waiting lists tell one story."""
-        expected: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        holders: dict[Tier, dict[int, int]] = {tier: {} for tier in TIERS}
+        copies = 0
         for engine_hash, block in self._blocks.items():
-            assert any(block.copies), f"{engine_hash!r} is kept without a copy"
-            assert min(block.copies) >= 0, f"{engine_hash!r} has {block.copies} copies"
-            assert block.copies[_POOL] == (engine_hash in self._pooled)
+            counts = [block.copies_in(place) for place in range(len(_PLACES))]
+            assert any(counts), f"{engine_hash!r} is kept without a copy"
+            assert block.copies >> _COPIES_BITS * len(_PLACES) == 0, f"{engine_hash!r} has {counts} copies"
+            assert counts[_POOL] == (engine_hash in self._pooled)
+            assert (counts[Tier.HBM] > 1) == (engine_hash in self._doubled)
+            copies += counts[Tier.HBM]
             assert (block.state == _ORPHAN) == (engine_hash in self._orphans)
             if block.state == _ORPHAN and block.parent is not None:
                 assert engine_hash in self._waiting[block.parent]
             if block.state == _NAMED:
                 for place, tier in enumerate(_PLACES):
-                    if block.copies[place]:
-                        expected[tier][block.key] = expected[tier].get(block.key, 0) + 1
-        assert expected == self._holders
+                    if counts[place]:
+                        holders[tier][block.key] = holders[tier].get(block.key, 0) + 1
+        assert copies == self._hbm_copies
+        assert self._doubled.keys() <= self._blocks.keys()
         assert self._unnamed == sum(block.state == _UNNAMED for block in self._blocks.values())
         assert sum(len(children) for children in self._waiting.values()) <= len(self._orphans) <= self._max_orphans
-        for tier in TIERS:
-            assert self._held[tier].keys() == self._holders[tier].keys()
-        assert self.digest == sum(digest_of(self._held[tier], tier) for tier in TIERS) & _MASK
-        for (tier, key), now in self._changed.items():
-            assert (key in self._held[tier]) == now
+        for tier, held in self._held.items():
+            held.check(holders[tier])
+
+
+def _blocks_in(changes: list[Change]) -> int:
+    return sum(0 if isinstance(change, Cleared) else len(change.keys) // 8 for change in changes)
 
 
 def _names_of(key: bytes) -> tuple[EngineHash, EngineHash]:

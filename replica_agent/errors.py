@@ -8,6 +8,7 @@ ReplicaAgentError
 ├── ReplayError              the engine's replay endpoint did not answer, or answered nonsense
 ├── EngineUnreachable        nothing listens where the engine should be
 ├── EngineSilent             something listens there but does not answer in time
+├── TooManyReports           no further report stream, or more blocks than one may tell; says which
 ├── ModelFilesUnavailable    the model's tokenizer files cannot be handed out; says why
 ├── LeaseRequestBad          another agent asked for what makes no sense, or for a lease that is not there
 └── PeerError                another agent did not do what a fetch needs; `code` is one of a bounded set of words
@@ -50,6 +51,10 @@ class EngineUnreachable(ReplicaAgentError):
 
 class EngineSilent(ReplicaAgentError):
     """The engine's port is open but it did not answer in time, or answered with a server error."""
+
+
+class TooManyReports(ReplicaAgentError):
+    """No further report stream can be had, or there are more blocks than one may tell."""
 
 
 class ModelFilesUnavailable(ReplicaAgentError):

@@ -31,6 +31,9 @@ _FIELDS = {
 _RESETTING = frozenset({"/reset_prefix_cache", "/sleep"})
 """Paths of vLLM that empty its prefix cache; `http_requests_total` counts calls by path."""
 
+_MOST = float(1 << 53)
+"""No count that a report can tell is larger."""
+
 _LINE = re.compile(
     rf"^({'|'.join(map(re.escape, _FIELDS))})(?:\{{(.*)\}})? +(\S+)".encode(),
     re.MULTILINE,
@@ -79,13 +82,13 @@ def parse_metrics(text: bytes, dp_rank: int = 0) -> EngineMetrics:
             config = labels
         else:
             found[field] = found.get(field, 0.0) + value
-    queued = found.get("queued_prefill_tokens")
+    counts = {field: int(min(max(value, 0.0), _MOST)) for field, value in found.items()}
     return EngineMetrics(
         engine=engine,
-        running=int(found.get("running", 0)),
-        waiting=int(found.get("waiting", 0)),
+        running=counts.get("running", 0),
+        waiting=counts.get("waiting", 0),
         kv_usage=found.get("kv_usage", 0.0),
-        queued_prefill_tokens=None if queued is None else int(queued),
+        queued_prefill_tokens=counts.get("queued_prefill_tokens"),
         block_size=_count(config.get("block_size")),
         capacity_blocks=_count(config.get("num_gpu_blocks")),
         prefix_caching={"True": True, "False": False}.get(config.get("enable_prefix_caching", "")),
@@ -113,4 +116,4 @@ def _is_reset(labels: dict[str, str]) -> bool:
 
 
 def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return min(int(text), int(_MOST)) if text is not None and text.isdigit() and len(text) < 20 else None

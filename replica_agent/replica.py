@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from kvstore.bounds import MAX_NAME, clipped
 from kvstore.geometry import KvGeometry
 from kvstore.identity import UNIT_TOKENS, Namespace
-from kvstore.messages import Hello, ModelFiles, Problem
+from kvstore.messages import MAX_MODELS, Hello, ModelFiles, Problem
 from replica_agent.catalogue import Catalogue
 from replica_agent.doctor import Doctor
 from replica_agent.engine_client import EngineClient, EngineIdentity, EngineWatcher, local_root
@@ -137,18 +138,24 @@ class Replica:
             replica_id=self.settings.replica_id,
             dp_rank=self.settings.dp_rank,
             epoch=self.hub.epoch,
-            engine=self.identity.engine,
-            engine_version=self.identity.version,
+            engine=clipped(self.identity.engine),
+            engine_version=clipped(self.identity.version),
             engine_up=self._engine.up,
             # The first is the name that RouteKeys are made with.
-            models=[self._model, *(model for model in self.identity.models if model != self._model)],
+            models=[self._model, *self._other_models()],
             block_size=self.block_size,
             capacity_blocks=self._engine.metrics.capacity_blocks or 0,
             geometry=self.geometry,
             identity_modes=["exact", "text", "hash"] if exact else ["text", "hash"],
             route_seed_check=Namespace("").root(self.settings.route_seed),
             namespace=self.kv.keeper.namespace if self.kv is not None and self.kv.engine_connected else None,
+            kv_events=self.subscriber.connected,
         )
+
+    def _other_models(self) -> list[str]:
+        # An engine may serve adapters without end; what cannot be told is left out, so that the rest is.
+        names = [] if self.identity is None else self.identity.models
+        return [name for name in names if name != self._model and len(name) <= MAX_NAME][: MAX_MODELS - 1]
 
     def check(self) -> None:
         """Asserts what must hold in the catalogue and around the pool, now that no event is being taken in."""
@@ -231,6 +238,7 @@ class Replica:
     def engine_measured(self, metrics: EngineMetrics) -> None:
         """Passes a change of load on at once."""
         before, self._engine = self._engine, EngineState(up=True, metrics=metrics)
+        self.catalogue.capacity_blocks = metrics.capacity_blocks or 0
         if self._resets.look(metrics):
             self._forget_silently_cleared()
         if not before.up or before.metrics.load != metrics.load:

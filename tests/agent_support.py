@@ -23,7 +23,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvstore.identity import Namespace, token_keys, unpack_keys
-from kvstore.messages import Delta, FetchRecord, FrameReader, Heartbeat, Report, Snapshot, Stored, Tier, digest_of
+from kvstore.messages import (
+    Cleared,
+    Delta,
+    FetchRecord,
+    FrameReader,
+    Heartbeat,
+    Report,
+    Snapshot,
+    Stored,
+    Tier,
+    digest_of,
+)
 from replica_agent.app import create_app
 from replica_agent.replica import Replica
 from replica_agent.settings import Settings, load_settings
@@ -278,6 +289,7 @@ class Mirror:
     def __init__(self) -> None:
         self.epoch = -1
         self.seq = 0
+        self.next_part: int | None = 0
         self.held: dict[Tier, dict[int, int]] = {}
         self.heartbeat: Heartbeat | None = None
         self.epochs: list[int] = []
@@ -294,31 +306,41 @@ class Mirror:
             return
         assert report.epoch >= self.epoch, "an epoch never goes back"
         if isinstance(report, Snapshot):
-            if report.epoch != self.epoch:
-                self.held = {}
-                self.epoch = report.epoch
+            if report.part == 0:
+                self.held = {tier: {} for tier in Tier}
+                self.epoch, self.seq, self.next_part = report.epoch, report.seq, 0
                 self.epochs.append(report.epoch)
-            self.seq = report.seq
-            tier = self.held.setdefault(report.tier, {})
-            tier.update(zip(unpack_keys(report.keys), unpack_keys(report.parents), strict=True))
+            assert (report.epoch, report.seq, report.part) == (self.epoch, self.seq, self.next_part)
+            self.next_part = None if report.last else report.part + 1
+            for change in report.stored:
+                self._store(change)
             return
         assert report.epoch == self.epoch, "a new epoch begins with a snapshot"
         if isinstance(report, Delta):
             assert report.seq == self.seq + 1
             self.seq = report.seq
             for change in report.changes:
-                tier = self.held.setdefault(change.tier, {})
                 if isinstance(change, Stored):
-                    tier.update(zip(unpack_keys(change.keys), unpack_keys(change.parents), strict=True))
+                    self._store(change)
+                elif isinstance(change, Cleared):
+                    self.held[change.tier] = {}
                 else:
                     for key in unpack_keys(change.keys):
-                        del tier[key]
+                        del self.held[change.tier][key]
             return
         assert report.seq == self.seq
+        self.heartbeat = report
+        if self.next_part is not None:
+            return
         assert report.blocks == sum(map(len, self.held.values()))
         assert report.digest == sum(digest_of(keys, tier) for tier, keys in self.held.items()) & (2**64 - 1)
-        self.heartbeat = report
         self.verified += 1
+
+    def _store(self, change: Stored) -> None:
+        tier = self.held[change.tier]
+        keys = unpack_keys(change.keys)
+        assert not tier.keys() & set(keys), "what is held is not told again"
+        tier.update(zip(keys, unpack_keys(change.parents), strict=True))
 
 
 @contextlib.asynccontextmanager
@@ -339,7 +361,7 @@ async def mirroring(url: str, headers: Mapping[str, str] | None = None) -> Async
 
     task = asyncio.create_task(follow())
     try:
-        await until(lambda: task.done() or mirror.heartbeat is not None, "first heartbeat")
+        await until(lambda: task.done() or mirror.verified > 0, "first heartbeat")
         yield mirror
     finally:
         if task.done():

@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def times(request: pytest.FixtureRequest) -> int:
+    """How much more a property test looks at than in an ordinary run: ten times with `--slow`."""
+    return 10 if request.config.getoption("--slow") else 1
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Three engines, three agents and a gateway, shared by all tests that leave it as they found it."""
     with tiny_cluster() as running:

@@ -45,6 +45,7 @@ HELLO = Hello(
     geometry=KvGeometry(layers=8, kv_heads=1, head_dim=32, dtype="bfloat16"),
     identity_modes=["exact"],
     route_seed_check=0,
+    kv_events=True,
 )
 BEAT = Heartbeat(
     epoch=1,

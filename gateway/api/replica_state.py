@@ -57,7 +57,8 @@ def _kv_events(replica: Replica) -> str:
     if replica.agent is None:
         return "no agent"
     if replica.heartbeat is None or not replica.reporting:
-        return f"unknown: no reports: {replica.agent_error}"
+        greeted = "unknown" if replica.hello is None or replica.hello.kv_events else "not connected when it said hello"
+        return f"{greeted}: no reports: {replica.agent_error}"
     if replica.heartbeat.kv_events:
         return "connected"
     return f"not connected: {_reason(replica, 'events_', 'prefix_caching_', 'engine_')}"

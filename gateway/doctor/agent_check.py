@@ -6,9 +6,9 @@ import httpx
 import msgspec
 
 from gateway.doctor.findings import Patient
-from kvstore.errors import GeometryError
+from kvstore.errors import ProtocolError
 from kvstore.identity import Namespace
-from kvstore.messages import PROTOCOL_VERSION, Hello, Problem
+from kvstore.messages import Problem, decode_hello
 
 NO_AGENT = "no agent: its requests are routed by hash, whatever its cache holds"
 
@@ -58,17 +58,14 @@ class AgentCheck:
     def _introduced(self, patient: Patient, raw: bytes) -> None:
         replica = patient.replica
         try:
-            hello = msgspec.json.decode(raw, type=Hello)
-        except (msgspec.MsgspecError, GeometryError, UnicodeError, RecursionError) as error:
+            hello = decode_hello(raw)
+        except ProtocolError as error:
             fix = "update gateway and agents together"
             patient.report("agent_protocol", f"the agent's /v1/hello cannot be read: {error}", fix)
             return
         patient.hello = hello
         patient.engine, patient.version = hello.engine, hello.engine_version
         patient.block_size = hello.block_size
-        if hello.protocol != PROTOCOL_VERSION:
-            message = f"the agent speaks protocol {hello.protocol}, this gateway {PROTOCOL_VERSION}"
-            patient.report("agent_protocol", message, "update gateway and agents together")
         if hello.replica_id != replica.id:
             message = f"the agent at {replica.agent} says it is {hello.replica_id!r}"
             patient.report("agent_id", message, f"agent: --replica-id {replica.id}; or correct the replica's agent")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
 import msgspec
@@ -19,18 +19,23 @@ from gateway.placement.index import PrefixIndex
 from kvstore.errors import KvStoreError, ProtocolError
 from kvstore.identity import Namespace
 from kvstore.messages import (
+    MAX_CHANGED_BLOCKS,
+    MAX_REPLICA_BLOCKS,
     PROTOCOL_VERSION,
     Change,
+    Cleared,
     Delta,
     FetchRecord,
     FrameReader,
     Heartbeat,
     Hello,
     ModelFiles,
+    Removed,
     Report,
     Snapshot,
     Stored,
     Tier,
+    decode_hello,
 )
 
 log = logging.getLogger(__name__)
@@ -47,7 +52,11 @@ MERGED_BYTES = 8 * PIECE_BLOCKS
 """Keys of changes that are applied together; more would be copied together for nothing."""
 
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-Wire = TypeVar("Wire")
+
+SNAPSHOT_REST = 4.0
+LONGEST_REST_S = 10.0
+"""After a snapshot that took t seconds of work the next one is taken up 4 t later, at most 10 s: whoever sends nothing
+but snapshots gets a fifth of an event loop, and no longer a queue than its own."""
 
 
 class StreamLost(Exception):
@@ -61,9 +70,11 @@ class StreamLost(Exception):
 class ReportStream:
     """Keeps the index equal to what one agent reports.
 
-    Owns the replica's share of the index and its `hello`, `heartbeat`, `reporting` and `agent_error`. The moment the
-    stream is lost the replica is not `reporting` any more, so nothing is credited that nobody vouches for, and its
-    share is emptied. Both that and a snapshot are done in pieces, between which requests are placed.
+    Owns the replica's share of the index and its `hello`, `heartbeat`, `reporting` and `agent_error`. The replica is
+    `reporting` from the first heartbeat on that confirms a whole snapshot by its digest, until the stream is lost or
+    another snapshot begins: nothing is credited that nobody vouches for, and its share is emptied. All that is done in
+    pieces, between which requests are placed. What a peer can make this side keep is one frame and one share of the
+    index, which has a bound of its own.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class ReportStream:
         on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]] | None,
         on_fetch: Callable[[FetchRecord], None],
         on_heartbeat: Callable[[str], None] = lambda replica: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has.
         Without `on_model_files` they are not asked for."""
@@ -93,12 +105,15 @@ class ReportStream:
         self._on_model_files = on_model_files
         self._on_fetch = on_fetch
         self._on_heartbeat = on_heartbeat
+        self._clock = clock
+        self._changes: list[Stored | Removed] = []
         self._disbelieved = ""
-        self._parts: list[Snapshot] = []
-        self._changes: list[Change] = []
         self._taken_up = 0
-        self._epoch = -1
-        self._seq = -1
+        self._epoch = self._seq = -1
+        self._next_part: int | None = 0
+        """Of the snapshot that is being received; None once it is whole."""
+        self._worked_s = 0.0
+        self._rests_until = 0.0
         self._verified = False
         self.snapshots = 0
         self.losses: dict[str, int] = {}
@@ -130,9 +145,7 @@ class ReportStream:
     async def _session(self) -> None:
         replica = self._replica
         with tracer.start_as_current_span("gateway.connect_agent", attributes={"replica": replica.id}):
-            hello = await self._get("/v1/hello", msgspec.json.Decoder(Hello), MAX_HELLO_BYTES)
-            if hello.protocol != PROTOCOL_VERSION:
-                raise StreamLost(f"agent speaks protocol {hello.protocol}, this gateway {PROTOCOL_VERSION}")
+            hello = decode_hello(await self._get("/v1/hello", MAX_HELLO_BYTES))
             if hello.replica_id != replica.id:
                 raise StreamLost(f"the agent at {self._agent} says it is {hello.replica_id!r}, expected {replica.id!r}")
             if hello.route_seed_check != self._seed_check:
@@ -147,10 +160,11 @@ class ReportStream:
             replica.hello = hello
             self._on_hello(replica, hello)
             if self._on_model_files is not None and "exact" in hello.identity_modes:
-                files = await self._get("/v1/model-files", msgspec.msgpack.Decoder(ModelFiles), MAX_FILES_BYTES)
-                await self._on_model_files(replica, files)
+                files = await self._get("/v1/model-files", MAX_FILES_BYTES)
+                await self._on_model_files(replica, msgspec.msgpack.decode(files, type=ModelFiles))
             headers = self._traced()
-        url = self._agent.join("/v1/reports")
+        url = self._agent.join(f"/v1/reports?protocol={PROTOCOL_VERSION}")
+        self._epoch, self._next_part = -1, 0
         timeout = httpx.Timeout(SILENCE_S)
         async with self._client.stream("GET", url, headers=headers, timeout=timeout) as response:
             if response.status_code != 200:
@@ -162,13 +176,11 @@ class ReportStream:
                 await self._flush()
         raise StreamLost("agent closed the report stream")
 
-    async def _get(
-        self, path: str, decoder: msgspec.json.Decoder[Wire] | msgspec.msgpack.Decoder[Wire], limit: int
-    ) -> Wire:
+    async def _get(self, path: str, limit: int) -> bytes:
         async with self._client.stream("GET", self._agent.join(path), headers=self._traced(), timeout=10.0) as response:
             if response.status_code != 200:
                 raise await _refused(response)
-            return decoder.decode(await _read(response, limit))
+            return await _read(response, limit)
 
     def _traced(self) -> dict[str, str]:
         headers = {"accept-encoding": "identity", **self._headers}
@@ -184,46 +196,43 @@ class ReportStream:
             self._on_fetch(report)
             return
         if isinstance(report, Snapshot):
-            await self._flush()
-            self._collect(report)
-            return
-        if self._parts:
-            await self._apply_snapshot()
-        elif not self._replica.reporting:
+            await self._apply_part(report)
+        elif self._epoch < 0:
             raise StreamLost("the stream does not begin with a snapshot")
-        if isinstance(report, Delta):
+        elif isinstance(report, Delta):
             await self._apply_delta(report)
         else:
             await self._apply_heartbeat(report)
 
-    def _collect(self, part: Snapshot) -> None:
-        """Parts of a snapshot, of one tier after the other; the first report that is none says that it is whole."""
-        if self._parts and part.epoch != self._parts[0].epoch:
-            self._parts = []
-        if not self._parts:
-            self._set_reporting(False, "receiving a snapshot")
-        self._parts.append(part)
+    async def _apply_part(self, part: Snapshot) -> None:
+        if part.part == 0:
+            await self._begin_snapshot(part)
+        if (part.epoch, part.seq, part.part) != (self._epoch, self._seq, self._next_part):
+            raise StreamLost(
+                f"gap: expected part {self._next_part} of the snapshot {self._epoch}/{self._seq}, "
+                f"got {part.part} of {part.epoch}/{part.seq}"
+            )
+        await self._take_up(part.stored)
+        self._next_part = part.part + 1
+        if part.last:
+            await self._flush()
+            self._next_part = None
+            self._rests_until = self._clock() + min(SNAPSHOT_REST * self._worked_s, LONGEST_REST_S)
+            self.snapshots += 1
 
-    async def _apply_snapshot(self) -> None:
-        parts, self._parts = self._parts, []
-        for tier in Tier:
-            numbers = [part.part for part in parts if part.tier == tier]
-            expected = next((part.parts for part in parts if part.tier == tier), 0)
-            if numbers != list(range(expected)):
-                raise StreamLost(f"snapshot of {tier.name} has parts {numbers}, expected {expected}")
+    async def _begin_snapshot(self, first: Snapshot) -> None:
+        """What was held is worth nothing from here on; what comes is taken in once it is this side's turn."""
+        self._changes, self._taken_up = [], 0
+        self._set_reporting(False, "receiving a snapshot")
+        self._epoch, self._seq, self._next_part = first.epoch, first.seq, 0
+        self._worked_s = 0.0
         await self._empty()
-        for part in parts:
-            await self._change(Stored(tier=part.tier, keys=part.keys, parents=part.parents))
-        await self._flush()
-        self._epoch, self._seq = parts[-1].epoch, parts[-1].seq
-        self.snapshots += 1
-        self._set_reporting(True, "")
+        await asyncio.sleep(max(0.0, self._rests_until - self._clock()))
 
     async def _apply_delta(self, delta: Delta) -> None:
         if (delta.epoch, delta.seq) != (self._epoch, self._seq + 1):
             raise StreamLost(f"gap: expected {self._epoch}/{self._seq + 1}, got {delta.epoch}/{delta.seq}")
-        for change in delta.changes:
-            await self._change(change)
+        await self._take_up(delta.changes)
         self._seq = delta.seq
 
     async def _apply_heartbeat(self, beat: Heartbeat) -> None:
@@ -231,13 +240,29 @@ class ReportStream:
         self._replica.others.told(beat, self._replica.load)
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")
+        if self._next_part is not None:
+            return  # of a catalogue that has not all been told
         await self._flush()
         if beat.digest != self._index.digest(self._replica.id):
             raise StreamLost("digest differs from the agent's: the index has drifted")
         self._verified = True
+        if not self._replica.reporting:
+            self._set_reporting(True, "")
         self._on_heartbeat(self._replica.id)
 
-    async def _change(self, change: Change) -> None:
+    async def _take_up(self, changes: Sequence[Change]) -> None:
+        """The changes of one message, in order. Raises ProtocolError for more blocks than a message may have."""
+        size = sum(0 if isinstance(change, Cleared) else len(change.keys) // 8 for change in changes)
+        if size > MAX_CHANGED_BLOCKS:
+            raise ProtocolError(f"{size} blocks in one message; the limit is {MAX_CHANGED_BLOCKS}")
+        for change in changes:
+            if isinstance(change, Cleared):
+                await self._flush()
+                await self._empty([change.tier])
+            else:
+                await self._change(change)
+
+    async def _change(self, change: Stored | Removed) -> None:
         """Takes up a change. Changes of one kind that arrive together are applied together: the busier an agent is, the
         less each block of it costs."""
         _check(change)
@@ -249,10 +274,12 @@ class ReportStream:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Applies what was taken up, a few milliseconds' worth at a time, with others' turns in between."""
+        """Applies what was taken up, a few milliseconds' worth at a time, with others' turns in between. Raises
+        ProtocolError when the replica has more blocks than it may have."""
         changes, self._changes, self._taken_up = self._changes, [], 0
         if not changes:
             return
+        begun = self._clock()
         tier = changes[0].tier
         keys = _unpack([change.keys for change in changes])
         parents = _unpack([change.parents for change in changes if isinstance(change, Stored)])
@@ -264,10 +291,16 @@ class ReportStream:
                 self._index.store(self._replica.id, tier, keys[begin:end], parents[begin:end])
             else:
                 self._index.remove(self._replica.id, tier, keys[begin:end])
+        self._worked_s += self._clock() - begun
+        reported = sum(self._index.reported_blocks(self._replica.id, tier) for tier in Tier)
+        if reported > MAX_REPLICA_BLOCKS:
+            raise ProtocolError(f"{reported} blocks reported; the limit is {MAX_REPLICA_BLOCKS}")
 
-    async def _empty(self) -> None:
-        for _ in self._index.clearing(self._replica.id):
+    async def _empty(self, tiers: Sequence[Tier] = tuple(Tier)) -> None:
+        begun = self._clock()
+        for _ in self._index.clearing(self._replica.id, tiers):
             await asyncio.sleep(0)
+        self._worked_s += self._clock() - begun
 
     def _set_reporting(self, reporting: bool, why: str) -> None:
         self._replica.reporting = reporting
@@ -277,12 +310,12 @@ class ReportStream:
         if self._replica.reporting or self._replica.agent_error != why:
             log.warning("reports of %s lost: %s", self._replica.id, why)
         self.losses[kind] = self.losses.get(kind, 0) + 1
-        self._parts, self._changes, self._taken_up, self._disbelieved = [], [], 0, ""
+        self._changes, self._taken_up, self._disbelieved = [], 0, ""
         self._set_reporting(False, why)
         await self._empty()
 
 
-def _check(change: Change) -> None:
+def _check(change: Stored | Removed) -> None:
     """Raises ProtocolError for keys that are cut, or have no parents."""
     if len(change.keys) % 8:
         raise ProtocolError(f"packed keys must be a multiple of 8 bytes, got {len(change.keys)}")

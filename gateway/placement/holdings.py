@@ -123,12 +123,11 @@ class Holdings:
         for _ in self.clearing(replica):
             pass
 
-    def clearing(self, replica: str) -> Iterator[None]:
+    def clearing(self, replica: str, tiers: Iterable[Tier] = tuple(Tier)) -> Iterator[None]:
         """`clear` in pieces, for those who have other work to do in between; nothing may be stored for it meanwhile."""
         share = self._shares[replica]
-        share.evicted = [0 for _ in Tier]
-        share.evicted_sums = [0 for _ in Tier]
-        for tier in Tier:
+        for tier in tiers:
+            share.evicted[tier] = share.evicted_sums[tier] = 0
             for rows in self._blocks.held(tier, share.word, share.mask, PIECE_BLOCKS):
                 self._lose(replica, share, tier, self._blocks.table.keys.values.take(rows), rows)
                 yield

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvstore.bounds import MAX_TEXT, clipped
 from kvstore.messages import FetchOutcome, FetchRecord
 from replica_agent.kv.decision import Prediction
 
@@ -84,14 +85,14 @@ class FetchLog:
     ) -> FetchRecord:
         """Ends a search. `reason` is one of a bounded set of words; `loaded` blocks were copied in `copy_s` seconds."""
         record = FetchRecord(
-            request=account.request,
-            gateway_request=account.gateway_request,
+            request=clipped(account.request),
+            gateway_request=clipped(account.gateway_request),
             at=self._wall_clock(),
             replica=self._replica,
             source=account.source,
             transport=account.transport,
             outcome=outcome,
-            reason=reason,
+            reason=clipped(reason, MAX_TEXT),
             block_tokens=account.block_tokens,
             block_bytes=account.block_bytes,
             asked=account.asked,

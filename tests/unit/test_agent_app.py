@@ -29,7 +29,7 @@ from agent_support import (
 from kv_support import agent, keys_of
 
 from kvstore.identity import Namespace
-from kvstore.messages import Hello, ModelFiles
+from kvstore.messages import MAX_MODELS, PROTOCOL_VERSION, Hello, ModelFiles, decode_hello
 from kvstore.transfer.loopback import Network
 
 
@@ -49,6 +49,37 @@ async def test_hello_waits_for_nothing_and_says_so() -> None:
         assert (health["status"], health["engine_up"]) == ("engine_down", False)
         (problem,) = health["problems"]
         assert (problem["code"], problem["note"]) == ("engine_down", False)
+
+
+async def test_a_gateway_of_another_protocol_is_refused_by_number() -> None:
+    engine = EngineStandIn()
+    events = free_port()
+    async with (
+        serving(engine.app) as engine_url,
+        agent_running(settings_for(engine_url, events, None)) as (replica, url),
+    ):
+        await until(lambda: replica.hello() is not None)
+        response = await get(f"{url}/v1/reports?protocol=99")
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "protocol")
+        assert f"speaks protocol 99, this agent {PROTOCOL_VERSION}" in response.json()["error"]["message"]
+        hello = decode_hello((await get(f"{url}/v1/hello")).content)
+        assert (hello.protocol, hello.kv_events) == (PROTOCOL_VERSION, False), "nobody publishes at that port"
+        publisher = Publisher(events, None)
+        try:
+            await until(lambda: replica.subscriber.connected)
+            assert decode_hello((await get(f"{url}/v1/hello")).content).kv_events
+        finally:
+            publisher.close()
+
+
+async def test_what_an_engine_serves_without_end_is_cut_and_told() -> None:
+    engine = EngineStandIn()
+    engine.models += [{"id": f"adapter-{number}", "root": None, "parent": MODEL} for number in range(5_000)]
+    engine.models.insert(1, {"id": "a" * 600, "root": None, "parent": MODEL})
+    async with serving(engine.app) as engine_url, agent_running(settings_for(engine_url, 1, None)) as (replica, url):
+        await until(lambda: replica.hello() is not None)
+        hello = decode_hello((await get(f"{url}/v1/hello")).content)
+        assert (hello.models[:2], len(hello.models)) == ([MODEL, "adapter-0"], MAX_MODELS)
 
 
 async def test_hello_and_model_files(tmp_path: Path) -> None:

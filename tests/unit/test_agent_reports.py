@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,23 +13,29 @@ from agent_support import MODEL, SEED, Mirror, chain_of, tokens_of
 from kvstore.cost import LinkEstimate
 from kvstore.identity import pack_tokens
 from kvstore.messages import (
-    SNAPSHOT_PART_BLOCKS,
+    MAX_PROBLEMS,
+    Cleared,
+    Delta,
     FetchOutcome,
     FetchRecord,
     FetchState,
     FrameReader,
     GatewayLoad,
     Heartbeat,
+    Problem,
     Report,
     Snapshot,
+    Stored,
     Tier,
 )
-from replica_agent.catalogue import Catalogue
-from replica_agent.events.decode import BlockRemoved, BlockStored
+from replica_agent import catalogue, reports
+from replica_agent.catalogue import TIERS, Catalogue
+from replica_agent.errors import TooManyReports
+from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored
 from replica_agent.load import EngineMetrics
-from replica_agent.reports import EngineState, ReportHub
+from replica_agent.reports import PART_BLOCKS, EngineState, ReportHub
 
-_NOTHING = {"int": 0, "float": 0.0, "FetchOutcome": FetchOutcome.FETCHED}
+_NOTHING = {"Count": 0, "Seconds": 0.0, "FetchOutcome": FetchOutcome.FETCHED}
 
 
 class Rig:
@@ -64,7 +71,7 @@ class Gateway:
     """Reads a stream frame by frame, at the test's pace."""
 
     def __init__(self, hub: ReportHub) -> None:
-        self._stream: AsyncIterator[bytes] = hub.stream()
+        self._stream: AsyncIterator[bytes] = hub.open()
         self._reader = FrameReader()
         self.mirror = Mirror()
         self.reports: list[Report] = []
@@ -90,18 +97,16 @@ class Gateway:
         await self._stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_stream_begins_with_a_snapshot_of_every_tier_and_a_heartbeat() -> None:
+async def test_a_stream_begins_with_a_snapshot_and_a_heartbeat() -> None:
     rig = Rig()
     rig.store(1, 2)
     gateway = Gateway(rig.hub)
     await gateway.read_to_heartbeat()
-    first, second, third = gateway.reports
+    first, second = gateway.reports
     assert isinstance(first, Snapshot)
-    assert isinstance(second, Snapshot)
-    assert isinstance(third, Heartbeat)
-    assert (first.tier, second.tier) == (Tier.HBM, Tier.DRAM)
-    assert [(part.part, part.parts) for part in (first, second)] == [(0, 1), (0, 1)]
-    assert (third.running, third.capacity_blocks, third.blocks) == (3, 99, 2)
+    assert isinstance(second, Heartbeat)
+    assert (first.part, first.last, [each.tier for each in first.stored]) == (0, True, [Tier.HBM])
+    assert (second.running, second.capacity_blocks, second.blocks) == (3, 99, 2)
     assert gateway.mirror.hbm == set(chain_of([1, 2]))
     await gateway.close()
     assert rig.hub.streams == 0
@@ -202,31 +207,163 @@ async def test_a_new_epoch_starts_the_stream_over() -> None:
     await gateway.close()
 
 
-@pytest.mark.parametrize("interrupt", [False, True])
-async def test_a_large_snapshot_comes_in_parts(interrupt: bool) -> None:
-    """What happens while the parts go out follows them; a new epoch cuts them short."""
-    rig = Rig(buffer_bytes=1 << 26)
-    count = SNAPSHOT_PART_BLOCKS + 10
+def large(rig: Rig, count: int = 3 * PART_BLOCKS) -> None:
+    """Blocks enough for a snapshot of several parts."""
     tokens = pack_tokens(token for block in range(count) for token in (block,) * 16)
-    rig.catalogue.apply(
-        [BlockStored(hashes=list(range(count)), parent=None, tokens=tokens, block_size=16, tier=Tier.HBM)]
-    )
+    hashes = list(range(count))
+    rig.catalogue.apply([BlockStored(hashes=hashes, parent=None, tokens=tokens, block_size=16, tier=Tier.HBM)])
+    rig.hub.flush()
+
+
+def parts_of(gateway: Gateway) -> list[Snapshot]:
+    return [report for report in gateway.reports if isinstance(report, Snapshot)]
+
+
+async def test_a_large_snapshot_comes_in_parts_and_changes_fall_in_between() -> None:
+    """What is told already changes by deltas, what is not by being told as it is then; a heartbeat tells the load."""
+    rig = Rig(buffer_bytes=1 << 26)
+    large(rig)
     gateway = Gateway(rig.hub)
     await gateway.read()
-    if interrupt:
-        rig.hub.new_epoch(MODEL)
-        await gateway.read_to_heartbeat()
-        assert gateway.mirror.hbm == set()
-    else:
-        rig.remove(0)
-        rig.hub.beat()
-        await gateway.read_to_heartbeat()
-        snapshots = [report for report in gateway.reports if isinstance(report, Snapshot)]
-        assert [(part.tier, part.part, part.parts) for part in snapshots] == [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
-        while gateway.mirror.seq < rig.hub.seq:
-            await gateway.read()
-        assert len(gateway.mirror.hbm) == count - 1
+    assert gateway.mirror.heartbeat is not None and gateway.mirror.verified == 0, "the load is known at once"
+    told = len(gateway.mirror.hbm)
+    assert 0 < told < rig.catalogue.blocks
+    for block in range(0, rig.catalogue.blocks, 7):
+        rig.remove(block)
+    rig.store(100_001, 100_002)
+    rig.hub.beat()
+    await gateway.read_to_heartbeat()
+    assert gateway.mirror.hbm == set(rig.catalogue.held(Tier.HBM)[0])
+    assert [part.part for part in parts_of(gateway)] == list(range(len(parts_of(gateway))))
+    assert len(parts_of(gateway)) >= 3
+    assert gateway.mirror.seq == rig.hub.seq > 1
+    changed = sum(
+        len(change.keys) // 8 for report in gateway.reports if isinstance(report, Delta) for change in report.changes
+    )
+    assert changed < told / 3, "no change of what is not told yet"
     await gateway.close()
+
+
+async def test_a_new_epoch_cuts_a_snapshot_short() -> None:
+    rig = Rig(buffer_bytes=1 << 26)
+    large(rig)
+    gateway = Gateway(rig.hub)
+    await gateway.read()
+    rig.hub.new_epoch(MODEL)
+    rig.store(1)
+    rig.hub.beat()
+    await gateway.read_to_heartbeat()
+    assert (gateway.mirror.epochs, gateway.mirror.hbm) == ([1, 2], set(chain_of([1])))
+    await gateway.close()
+
+
+async def test_what_is_cleared_is_told_in_a_word_and_freed_in_pieces() -> None:
+    rig = Rig(buffer_bytes=1 << 26)
+    large(rig)
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    rig.catalogue.apply([AllCleared()])
+    rig.store(5)
+    rig.hub.beat()
+    await gateway.read_to_heartbeat()
+    assert gateway.mirror.hbm == set(chain_of([5]))
+    (delta,) = (report for report in gateway.reports if isinstance(report, Delta))
+    assert [type(change) for change in delta.changes] == [Cleared, Stored]
+    pieces = 0
+    while rig.catalogue.sweep(1_000):
+        pieces += 1
+    assert pieces >= 3 * PART_BLOCKS // 1_000
+    rig.catalogue.check()
+    await gateway.close()
+
+
+async def test_a_part_that_is_too_large_for_one_message_is_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a client has made keys of one shard."""
+    for module in (reports, catalogue):
+        monkeypatch.setattr(module, "MAX_CHANGED_BLOCKS", 100)
+    rig = Rig(buffer_bytes=1 << 26)
+    large(rig, 1_000)
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    sizes = [sum(len(each.keys) // 8 for each in part.stored) for part in parts_of(gateway)]
+    assert (sizes, len(gateway.mirror.hbm)) == ([100] * 10, 1_000)
+    await gateway.close()
+
+
+async def test_there_are_only_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "MAX_STREAMS", 1)
+    rig = Rig()
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    with pytest.raises(TooManyReports, match="1 gateways"):
+        rig.hub.open()
+    await gateway.close()
+    monkeypatch.setattr(reports, "MAX_REPLICA_BLOCKS", 1)
+    rig.store(1, 2)
+    with pytest.raises(TooManyReports, match="2 blocks are held"):
+        rig.hub.open()
+
+
+async def test_what_an_engine_says_at_length_is_cut() -> None:
+    """A reader would refuse the whole heartbeat."""
+    rig = Rig()
+    rig.kv = {"problems": [Problem(code="x", message="m" * 9_000, fix="f")] * 100}
+    gateway = Gateway(rig.hub)
+    await gateway.read_to_heartbeat()
+    beat = gateway.mirror.heartbeat
+    assert beat is not None and len(beat.problems) == MAX_PROBLEMS
+    assert beat.problems[0].message.endswith("m...")
+    await gateway.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_any_pace_of_reading_ends_with_what_is_held(seed: int) -> None:
+    """Readers of any pace, changes, clears and new epochs in any order: each ends with what the catalogue has."""
+    rng = random.Random(seed)
+    rig = Rig(buffer_bytes=rng.choice((1 << 16, 1 << 26)))
+    monkey = rng.choice((3, 50, 8_192))
+    readers: list[Gateway] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reports, "PART_BLOCKS", monkey)
+        for _ in range(300):
+            action = rng.random()
+            if action < 0.45:
+                rig.store(*(rng.randrange(6) for _ in range(rng.randrange(1, 40))))
+            elif action < 0.6:
+                rig.remove(rng.randrange(6))
+            elif action < 0.62:
+                rig.catalogue.apply([AllCleared()])
+                rig.hub.changed()
+            elif action < 0.64:
+                rig.hub.new_epoch(MODEL)
+            elif action < 0.7 and len(readers) < 4:
+                readers.append(Gateway(rig.hub))
+            elif action < 0.75:
+                rig.hub.beat()
+            elif action < 0.8:
+                rig.catalogue.sweep(rng.randrange(1, 20))
+            elif readers:
+                reader = rng.choice(readers)
+                rig.hub.beat()  # so that there is something to read
+                if not await reader.read():
+                    readers.remove(reader)
+            rig.hub.check()
+        rig.catalogue.check()
+        held = {tier: set(rig.catalogue.held(tier)[0]) for tier in TIERS}
+        for reader in readers:
+            rig.hub.beat()
+            verified = reader.mirror.verified
+            while (
+                reader.mirror.seq != rig.hub.seq
+                or reader.mirror.epoch != rig.hub.epoch
+                or reader.mirror.verified == verified
+            ):
+                rig.hub.beat()
+                if not await reader.read():
+                    break
+            else:
+                assert {tier: set(reader.mirror.held[tier]) for tier in TIERS} == held
+            await reader.close()
 
 
 async def test_a_slow_gateway_loses_its_stream_alone() -> None:

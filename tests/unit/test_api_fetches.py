@@ -57,6 +57,16 @@ async def admin() -> AsyncIterator[Admin]:
     await made.parts.client.aclose()
 
 
+async def test_an_agent_without_events_is_told_apart_while_there_are_no_reports(admin: Admin) -> None:
+    replica = admin.parts.fleet.replicas["replica-0"]
+    replica.reporting, replica.agent_error = False, "receiving a snapshot"
+    for connected, words in ((True, "unknown"), (False, "not connected when it said hello")):
+        replica.hello = msgspec.structs.replace(HELLO, kv_events=connected)
+        (told, *_) = (await admin.get("/admin/replicas"))["replicas"]
+        assert told["kv_events"] == f"{words}: no reports: receiving a snapshot"
+        assert (told["reporting"], told["routed_by"], told["agent_error"]) == (False, "learned", "receiving a snapshot")
+
+
 async def test_records_newest_first_with_totals(admin: Admin) -> None:
     assert await admin.get("/admin/fetches") == {"fetches": [], "totals": {"by_outcome": {}, "by_link": []}}
     first = record(gateway_request="a")

@@ -29,6 +29,9 @@ from gateway.settings import ReplicaSettings
 from kvstore.cost import LinkEstimate
 from kvstore.identity import Namespace, pack_keys
 from kvstore.messages import (
+    PROTOCOL_VERSION,
+    Change,
+    Cleared,
     Delta,
     FetchRecord,
     FetchState,
@@ -61,12 +64,11 @@ HELLO = Hello(
 FILES = ModelFiles(model="m", tokenizer_json=b"{}", chat_template=None, special_tokens={}, digest="d")
 
 
-def snapshot(epoch: int, seq: int, keys: Iterable[int], tier: Tier = Tier.HBM, part: int = 0, parts: int = 1) -> Report:
-    packed = pack_keys(keys)
-    return Snapshot(epoch=epoch, seq=seq, part=part, parts=parts, tier=tier, keys=packed, parents=bytes(len(packed)))
+def snapshot(epoch: int, seq: int, keys: Iterable[int], *more: Stored, part: int = 0, last: bool = True) -> Report:
+    return Snapshot(epoch=epoch, seq=seq, part=part, last=last, stored=[stored(*keys), *more])
 
 
-def delta(epoch: int, seq: int, *changes: Stored | Removed) -> Report:
+def delta(epoch: int, seq: int, *changes: Change) -> Report:
     return Delta(epoch=epoch, seq=seq, changes=list(changes))
 
 
@@ -227,10 +229,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_snapshot_in_parts_over_tiers_then_deltas() -> None:
     def opening(agent: Agent) -> None:
         agent.opening = [
-            snapshot(9, 4, [10, 11], part=0, parts=2),
-            snapshot(9, 4, [12], part=1, parts=2),
-            snapshot(9, 4, [], Tier.DRAM),
-            snapshot(9, 4, [10, 13], Tier.NVME),
+            snapshot(9, 4, [10, 11], last=False),
+            snapshot(9, 4, [12], stored(10, 13, tier=Tier.NVME), part=1),
             beat(9, 4, (Tier.HBM, [10, 11, 12]), (Tier.NVME, [10, 13])),
         ]
 
@@ -305,14 +305,83 @@ async def test_deltas_that_arrive_together_are_applied_together_and_in_order() -
 
 async def test_nothing_is_credited_before_a_snapshot_is_whole() -> None:
     def opening(agent: Agent) -> None:
-        agent.opening = [snapshot(1, 0, [10], part=0, parts=2)]
+        agent.opening = [snapshot(1, 0, [10], last=False)]
 
     async with pair(opening) as (agent, gateway):
         await until(lambda: gateway.replica.agent_error == "receiving a snapshot")
-        assert gateway.held() == set()
-        agent.say(snapshot(1, 0, [11], part=1, parts=2))
-        agent.say(beat(1, 0, (Tier.HBM, [10, 11])))
+        agent.say(beat(1, 0, digest=99))
+        await until(lambda: gateway.replica.heartbeat is not None and gateway.replica.heartbeat.digest == 99)
+        assert gateway.replica.capacity_blocks == 77, "load and capacity are known at once"
+        agent.say(snapshot(1, 0, [11], part=1, last=False), delta(1, 1, removed(10), stored(12)))
+        agent.say(snapshot(1, 1, [13], part=2), delta(1, 2, stored(14)))
+        await until(lambda: gateway.held() == {11, 12, 13, 14})
+        assert not gateway.replica.reporting, "whole, but nobody has confirmed it"
+        agent.say(beat(1, 2, (Tier.HBM, [11, 12, 13, 14])))
+        await gateway.reports([11, 12, 13, 14])
+        assert gateway.stream.losses == {}
+
+
+async def test_a_tier_that_is_cleared_is_empty_and_the_others_are_not() -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10, 11), stored(10, tier=Tier.DRAM)))
         await gateway.reports([10, 11])
+        agent.say(
+            delta(1, 2, stored(12), Cleared(tier=Tier.HBM), stored(13)), beat(1, 2, (Tier.HBM, [13]), (Tier.DRAM, [10]))
+        )
+        await gateway.reports([13])
+        assert (gateway.held(Tier.DRAM), gateway.stream.losses) == ({10}, {})
+
+
+@pytest.mark.parametrize("limit", ["MAX_CHANGED_BLOCKS", "MAX_REPLICA_BLOCKS"])
+@pytest.mark.parametrize("in_snapshot", [False, True])
+async def test_more_blocks_than_may_be_are_refused(
+    monkeypatch: pytest.MonkeyPatch, limit: str, in_snapshot: bool
+) -> None:
+    monkeypatch.setattr(report_stream, limit, 4)
+    async with pair() as (agent, gateway):
+        many = stored(*range(10, 15))
+        say: list[Report] = [delta(1, 1, many), delta(1, 2, stored(1))]
+        if in_snapshot:
+            say = [Snapshot(epoch=2, seq=0, part=0, last=False, stored=[many]), snapshot(2, 0, [1], part=1)]
+        agent.say(*say)
+        await gateway.refuses("blocks", "the limit is 4")
+        await until(lambda: gateway.stream.losses.get("protocol") == 1)
+        await gateway.reports([])
+
+
+async def test_endless_snapshots_get_a_fifth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of the stream: each rests four times as long as the one before it took."""
+    monkeypatch.setattr(report_stream, "LONGEST_REST_S", 0.05)
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    async with pair() as (agent, gateway):
+        gateway.stream._clock, gateway.stream._rests_until = clock, 0.0
+        begun, waits = now[0], []
+        sleep = asyncio.sleep
+
+        async def slept(seconds: float) -> None:
+            if asyncio.current_task() is not test and seconds:
+                waits.append(seconds)
+                now[0] += seconds
+                seconds = 0.0
+            await sleep(seconds)
+
+        test = asyncio.current_task()
+        monkeypatch.setattr(report_stream.asyncio, "sleep", slept)
+        before = gateway.stream.snapshots
+        for epoch in range(2, 52):
+            agent.say(snapshot(epoch, 0, [epoch]))
+        agent.say(beat(51, 0, (Tier.HBM, [51])))
+        await gateway.reports([51])
+        assert gateway.stream.snapshots == before + 50
+        assert len(waits) >= 49
+        assert sum(waits) >= 0.5 * (now[0] - begun)
+        assert max(waits) <= 0.05
+        assert gateway.stream.losses == {}
 
 
 async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
@@ -324,7 +393,7 @@ async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
         agent.say(delta(2, 1, stored(12)))
         await gateway.reports([12])
         # A snapshot that is overtaken by a newer one while it is being sent is dropped.
-        agent.say(snapshot(3, 0, [1, 2, 3], part=0, parts=2), snapshot(4, 0, [20]), beat(4, 0, (Tier.HBM, [20])))
+        agent.say(snapshot(3, 0, [1, 2, 3], last=False), snapshot(4, 0, [20]), beat(4, 0, (Tier.HBM, [20])))
         await gateway.reports([20])
         assert (agent.streams, gateway.stream.losses) == (1, {})
 
@@ -337,11 +406,28 @@ async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
         ([beat(1, 1, (Tier.HBM, []))], ["gap", "heartbeat", "1/1"]),
         ([delta(1, 1, stored(11)), delta(1, 1, stored(11))], ["gap"]),
         ([delta(1, 1, stored(11)), beat(1, 1, (Tier.HBM, [12]))], ["digest"]),
-        ([snapshot(2, 0, [1], part=1, parts=2), beat(2, 0)], ["snapshot of HBM has parts [1]"]),
+        ([snapshot(2, 0, [1], part=1), beat(2, 0)], ["gap", "expected part None", "got 1 of 2/0"]),
+        ([snapshot(2, 0, [1], last=False), snapshot(2, 0, [2], part=2)], ["gap", "expected part 1", "got 2 of 2/0"]),
+        ([snapshot(2, 0, [1], last=False), snapshot(2, 1, [2], part=1)], ["gap", "2/0", "got 1 of 2/1"]),
+        ([snapshot(2, 0, [1], last=False), delta(2, 2)], ["gap", "2/1", "2/2"]),
+        ([snapshot(2, 0, [1], last=False), beat(2, 1)], ["gap", "heartbeat", "2/1"]),
         ([delta(1, 1, Stored(tier=Tier.HBM, keys=bytes(16), parents=bytes(8)))], ["2 keys but 1 parents"]),
         ([delta(1, 1, Stored(tier=Tier.HBM, keys=b"x", parents=b""))], ["multiple of 8"]),
     ],
-    ids=["skipped", "epoch", "heartbeat ahead", "twice", "digest", "part missing", "uneven", "cut key"],
+    ids=[
+        "skipped",
+        "epoch",
+        "heartbeat ahead",
+        "twice",
+        "digest",
+        "part missing",
+        "part skipped",
+        "delta missed",
+        "delta skipped",
+        "heartbeat early",
+        "uneven",
+        "cut key",
+    ],
 )
 async def test_what_does_not_fit_empties_and_starts_over(wrong: list[Report], words: list[str]) -> None:
     async with pair() as (agent, gateway):
@@ -357,6 +443,7 @@ async def test_what_does_not_fit_empties_and_starts_over(wrong: list[Report], wo
 
         gateway.stream._lost = lost  # type: ignore[method-assign]
         agent.say(*wrong)
+        await until(lambda: bool(seen), "a loss")
         await gateway.reports([11])
         assert len(seen) == 1
         assert all(word in seen[0] for word in words), seen
@@ -395,7 +482,7 @@ async def test_a_pool_is_nothing_while_the_reports_are_not_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [[beat(1, 0)], [delta(1, 1, stored(10))], [delta(-1, 0, stored(10))]], ids=["beat", "delta", "numbers"]
+    "first", [[beat(1, 0)], [delta(1, 1, stored(10))], [delta(0, 0, stored(10))]], ids=["beat", "delta", "numbers"]
 )
 async def test_a_stream_that_begins_without_a_snapshot_is_left(first: list[Report]) -> None:
     def opening(agent: Agent) -> None:
@@ -437,7 +524,10 @@ async def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": 3}, ["protocol 3", "this gateway 2"]),
+        (
+            {"protocol": PROTOCOL_VERSION + 1},
+            [f"speaks protocol {PROTOCOL_VERSION + 1}", f"this side {PROTOCOL_VERSION}"],
+        ),
         ({"replica_id": "other"}, ["says it is 'other'", "expected 'r'"]),
         ({"dp_rank": 1}, ["speaks for data-parallel rank 1", "the replica is rank 0", "--dp-rank"]),
         ({"route_seed_check": 1}, ["route seeds", "--route-seed", "placement.route_seed"]),
@@ -470,12 +560,14 @@ async def test_a_wrong_token_is_named_and_the_right_one_passes() -> None:
     ("hello", "word"),
     [
         (b"<html>", "malformed"),
-        (b'{"protocol": 1}', "required field"),
+        (b'{"protocol": %d}' % PROTOCOL_VERSION, "required field"),
+        (b'{"protocol": 1, "replica_id": []}', "speaks protocol 1"),
+        (b'{}', "required field"),
         (b'{"protocol": 1, "new": ' + b"[" * 100_000, "recursion"),
         (msgspec.json.encode(HELLO).replace(b'"geometry":null', b'"geometry":{"layers":1,"kv_heads":1,"head_dim":1,'
          b'"dtype":"fp3"}'), "dtype"),
     ],
-    ids=["html", "short", "deep", "geometry"],
+    ids=["html", "short", "other", "empty", "deep", "geometry"],
 )  # fmt: skip
 async def test_a_hello_that_is_none_is_named(hello: bytes, word: str) -> None:
     def garbage(agent: Agent) -> None:
@@ -545,8 +637,8 @@ async def test_an_agent_that_is_gone_is_named_until_it_is_back() -> None:
             agent.say_raw(None)
             agent.opening = []
         await gateway.refuses("ConnectError")
+        agent.opening = [snapshot(2, 0, [20]), beat(2, 0, (Tier.HBM, [20]))]
         async with serving(agent.app, port):
-            agent.opening = [snapshot(2, 0, [20]), beat(2, 0, (Tier.HBM, [20]))]
             await gateway.reports([20])
             agent.say_raw(None)
 

@@ -1,0 +1,138 @@
+"""The blocks that are reported as held in one tier, by RouteKey."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from kvstore.identity import pack_keys
+from kvstore.messages import SHARDS, Change, Cleared, Removed, Stored, Tier, digest_of, shard_of
+
+_MASK = (1 << 64) - 1
+
+
+class HeldKeys:
+    """Keys with their parents' keys, by shard; how often each is held; and what has changed since it was last told.
+
+    Several engine hashes can lead to one key (the same tokens, hashed differently): it is held while any of them is.
+    Owned and mutated by one `Catalogue`. `digest` is kept, not computed. What is cleared is let go of at once and freed
+    by `sweep`, a piece at a time: freeing a million keys holds an event loop for a tenth of a second.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._more: dict[int, int] = {}
+        self._changed: dict[int, bool] = {}
+        self._cleared = False
+        self._cast_off: list[dict[int, Any]] = []
+        self._sum = 0
+        self.count = 0
+
+    @property
+    def digest(self) -> int:
+        """See `kvstore.messages.digest_term`."""
+        return self._sum * (2 * self._tier + 1) & _MASK
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take` would say anything."""
+        return self._cleared or bool(self._changed)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._shards[shard_of(key)]
+
+    def add(self, key: int, parent: int) -> None:
+        """One more engine hash of this key is held."""
+        shard = self._shards[shard_of(key)]
+        if key in shard:
+            self._more[key] = self._more.get(key, 0) + 1
+            return
+        shard[key] = parent
+        self._sum += key
+        self.count += 1
+        self._turn(key, True)
+
+    def release(self, key: int) -> None:
+        """One of them is not any more."""
+        more = self._more.pop(key, 0)
+        if more:
+            if more > 1:
+                self._more[key] = more - 1
+            return
+        del self._shards[shard_of(key)][key]
+        self._sum -= key
+        self.count -= 1
+        self._turn(key, False)
+
+    def _turn(self, key: int, now: bool) -> None:
+        # Turns of one key alternate, so a second one since the last take undoes the first.
+        if self._changed.pop(key, None) is None:
+            self._changed[key] = now
+
+    def clear(self, *, tell: bool) -> None:
+        """Nothing is held any more. Whoever begins a new epoch need not be told."""
+        self._cast_off += [*filter(None, self._shards), self._more, self._changed]
+        self._cleared = tell and (self._cleared or bool(self.count) or bool(self._changed))
+        self._shards = [{} for _ in range(SHARDS)]
+        self._more, self._changed = {}, {}
+        self._sum = self.count = 0
+
+    def sweep(self, limit: int) -> bool:
+        """Frees about `limit` keys of what was cleared; whether more are left."""
+        while self._cast_off and limit > 0:
+            last = self._cast_off[-1]
+            for _ in range(min(limit, len(last))):
+                last.popitem()
+                limit -= 1
+            if not last:
+                self._cast_off.pop()
+        return bool(self._cast_off)
+
+    def size(self, shard: int) -> int:
+        """Keys in one shard."""
+        return len(self._shards[shard])
+
+    def part(self, first: int, end: int) -> tuple[list[int], list[int]]:
+        """Keys of shards `first` to `end`, and their parents: copies, so they stay as they were."""
+        keys: list[int] = []
+        parents: list[int] = []
+        for shard in filter(None, self._shards[first:end]):
+            keys += shard.keys()
+            parents += shard.values()
+        return keys, parents
+
+    def take(self, limit: int) -> list[Change]:
+        """What has become of up to `limit` keys since the last call, each of them once."""
+        changes: list[Change] = []
+        if self._cleared:
+            self._cleared = False
+            changes.append(Cleared(tier=self._tier))
+        if len(self._changed) <= limit:
+            taken, self._changed = self._changed, {}
+        else:
+            taken = {key: self._changed.pop(key) for key in list(islice(self._changed, limit))}
+        if gone := [key for key, now in taken.items() if not now]:
+            changes.append(Removed(tier=self._tier, keys=pack_keys(gone)))
+        if come := [key for key, now in taken.items() if now]:
+            shards = self._shards
+            parents = [shards[shard_of(key)][key] for key in come]
+            changes.append(Stored(tier=self._tier, keys=pack_keys(come), parents=pack_keys(parents)))
+        return changes
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Asserts that each key is held as often as it has `holders`, stands in its shard, and is counted."""
+        held: dict[int, int] = {}
+        for number, shard in enumerate(self._shards):
+            if not shard:
+                continue
+            assert all(shard_of(key) == number for key in shard), f"shard {number} has keys of another"
+            held |= dict.fromkeys(shard, 1)
+        for key, more in self._more.items():
+            assert more > 0, f"{key} is in the list of keys held more than once"
+            held[key] += more
+        assert held == holders
+        assert self.count == len(held)
+        assert self.digest == digest_of(held, self._tier)
+        for key, now in self._changed.items():
+            assert (key in held) == now
