@@ -105,6 +105,10 @@ class Load:
         self._observed += 1
         self.sequences += max(self._weight, 1 / self._observed) * (sequences - self.sequences)
 
+    def check(self) -> None:
+        """Asserts that an average of counts is no less than 0."""
+        assert self.sequences >= 0
+
     def needed(self, shares: Shares, replicas: int) -> Links:
         """Copies that prefixes with these shares of the traffic need: as many as replicas are filled by it up to the
         bound of placement, (1 + epsilon) x mean + floor, at least 1. An idle fleet needs no second copy of anything."""

@@ -48,6 +48,11 @@ class Recompute:
             self._stored[model] = max(0, self._stored[model] - tokens)
             self._recomputed[model] = max(0, self._recomputed[model] - tokens)
 
+    def check(self) -> None:
+        """Asserts that no model has less than nothing, and that models and replicas agree."""
+        assert self._stored.keys() == self._recomputed.keys() >= set(self._models.values())
+        assert all(tokens >= 0 for sums in (self._stored, self._recomputed) for tokens in sums.values())
+
     def totals(self) -> list[Recomputed]:
         """Of each model, in the order of their names."""
         return [

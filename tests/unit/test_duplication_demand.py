@@ -103,6 +103,7 @@ def test_load_is_a_moving_average() -> None:
         load.observe(sequences)
         seen.append(load.sequences)
     assert seen[:5] == [8.0, 6.0, 4.0, 7.0, 9.25]
+    load.check()
 
 
 @pytest.mark.parametrize("seed", range(3))
