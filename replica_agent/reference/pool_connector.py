@@ -27,7 +27,7 @@ class PoolConnector(Connector):
 
     def on_change(self, notify: Callable[[], object]) -> None:
         """Have `notify` called, from the loader's thread, whenever a search is decided or done."""
-        self._loader.notify = notify
+        self._loader.on_change(notify)
 
     @property
     def connected(self) -> bool:

@@ -244,7 +244,7 @@ async def test_nothing_keeps_the_memory_of_an_agent_that_is_gone(agent: NaiveAge
         assert connector is not None
 
         async def idle() -> bool:
-            return not connector._loader._courses and not connector._saver._queue
+            return not len(connector._loader) and not connector._saver._queue
 
         await until(idle)
         memory = weakref.ref(connector._link.client)

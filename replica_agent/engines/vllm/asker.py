@@ -7,19 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore import engine_messages as wire
 from kvstore.hint import Hint
+from replica_agent.engines.courses import POLL_S, WAIT_S
 from replica_agent.engines.errors import PoolGone
 from replica_agent.engines.pool_client import PoolClient
 from replica_agent.engines.pool_link import PoolLink
+from replica_agent.engines.question import Question
 
 _log = logging.getLogger(__name__)
-
-_WAIT_S = 0.002
-"""For the agent's news, where it is the only thing to wait for."""
-
-_POLL_S = 0.001
-"""Between two questions about one search, where there are several."""
 
 _LOOK_S = 0.1
 """How often an idle asker looks whether the engine's cache was reset."""
@@ -45,16 +40,13 @@ class Search:
         self.name = name
         self.keys = keys
         self.cached = cached
-        self.tokens = tokens
-        self.hint = hint
         self.client = client
+        self.question = Question(client, name, keys, cached, tokens, hint)
         self.found: int | None = None
         self.until = until
         self.decided = threading.Event()
-        self.asked = False
-        """Whether the agent knows of it."""
 
-    def decide(self, found: int, until: float = 0.0) -> None:
+    def decide(self, found: int, until: float) -> None:
         """The answer."""
         self.until = until
         self.found = found
@@ -137,43 +129,31 @@ class Asker:
             if search.found:
                 # Released and not cancelled, so that the agent does not keep what a rank might still be copying.
                 self._tell(search.client.release, search.name, 0, 0.0)
-            elif search.asked:
-                self._tell(search.client.cancel, search.name)
+            else:
+                self._tell(search.question.cancel)
         if (clears := self._clears()) != self.cleared:
             client = self._link.client
             if client is not None and self._tell(client.clear):
                 self.cleared = clears
         alone = len(searches) == 1
         for search in searches:
-            self._ask(search, _WAIT_S if alone else 0.0)
+            self._ask(search, WAIT_S if alone else 0.0)
         if not alone or self.cleared != clears:
             with self._changed:
                 if not self._closing:
-                    self._changed.wait(_POLL_S if searches else _LOOK_S)
+                    self._changed.wait(POLL_S if searches else _LOOK_S)
         return True
 
     def _ask(self, search: Search, wait_s: float) -> None:
         try:
-            answer: wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing
-            if search.asked:
-                answer = search.client.poll(search.name, 0, wait_s)
-            else:
-                search.asked = True
-                answer = search.client.prepare(search.name, search.keys, search.cached, search.tokens, search.hint)
+            decision = search.question.ask(wait_s)
         except PoolGone as error:
             _log.debug("request %s: %s", search.name, error)
-            answer = wire.Nothing(reason="gone")
-        match answer:
-            case wire.Accepted() if answer.blocks > 0:
-                until = self._clock() + answer.deadline_s + wire.DECISION_S
-                search.decide(min(answer.blocks, len(search.keys)), until)
-            case wire.Pending():
-                return
-            case _:
-                search.decide(0)
-                if not isinstance(answer, wire.Nothing):
-                    # Slots of a search that was never accepted, or no block accepted: nothing that can be used.
-                    self._tell(search.client.cancel, search.name)
+            decision = 0, 0.0
+        if decision is not None:
+            found, seconds = decision
+            search.decide(found, self._clock() + seconds)
+            if not found:
                 self.forget(search)
 
     def _tell(self, verb: Callable[..., object], *arguments: object) -> bool:

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from replica_agent.engines.courses import PIECE, POLL_S, Courses
 from replica_agent.engines.errors import PoolGone
 from replica_agent.engines.load import Load
 from replica_agent.engines.pool_client import PoolClient
@@ -17,15 +18,6 @@ from replica_agent.engines.vllm.paged_cache import PagedCache
 from replica_agent.engines.vllm.step import LoadOrder
 
 _log = logging.getLogger(__name__)
-
-_WAIT_S = 0.002
-"""For the agent's news, where it is the only thing to wait for: what else comes up waits as long."""
-
-_POLL_S = 0.001
-"""Between two questions about one request, where there are several."""
-
-_PIECE = 16
-"""Blocks copied for one request before the others are looked at."""
 
 
 class Finished(NamedTuple):
@@ -36,7 +28,7 @@ class Finished(NamedTuple):
 
 
 class Loads:
-    """Owns the loads under way, and the thread that takes each from its first question to its release.
+    """Owns the loads that are not taken, and the courses that take each from its first question to its release.
 
     The thread that runs the engine's steps calls `start` and `take`. Each started load is taken exactly once, at the
     latest when its deadline has passed or its request has ended, whatever the agent and the loading thread do; and once
@@ -51,12 +43,8 @@ class Loads:
         self._reports = reports
         self._clock = clock
         self._running: dict[str, _Course] = {}
-        self._courses: list[_Course] = []
-        self._changed = threading.Condition()
         self._finished = threading.Event()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kv-load", daemon=True)
-        self._thread.start()
+        self._courses: Courses[_Course] = Courses(self._finished.set, clock)
 
     def __len__(self) -> int:
         """Loads that are not taken."""
@@ -72,9 +60,7 @@ class Loads:
             if client is not None:
                 begun.append(course)
         if begun:
-            with self._changed:
-                self._courses += begun
-                self._changed.notify()
+            self._courses.begin(begun)
 
     def take(self, ended: Iterable[str] = ()) -> Finished:
         """What is over, now that these requests have `ended`."""
@@ -97,8 +83,7 @@ class Loads:
                 self.failed += len(missing)
                 failed.update(missing)
         if over:
-            with self._changed:
-                self._changed.notify()
+            self._courses.wake()
         return Finished(set(over), failed)
 
     def wait(self, seconds: float) -> None:
@@ -110,45 +95,12 @@ class Loads:
 
     def check(self) -> None:
         """Asserts that what is not taken is being loaded, or has been."""
-        with self._changed:
-            for request, course in self._running.items():
-                assert course.done or course in self._courses, f"nobody loads {request}"
+        for request, course in self._running.items():
+            assert course.done or course in self._courses, f"nobody loads {request}"
 
     def close(self) -> None:
         """End the thread. Whatever its connection still had to ask, it is to be closed first."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        # Waits with no course in a local variable: its client would keep the memory of an agent that has gone.
-        while self._advance(self._due()):
-            pass
-
-    def _advance(self, courses: Sequence[_Course]) -> bool:
-        """Do what is due; whether anything was."""
-        alone = len(courses) == 1
-        for course in courses:
-            course.advance(_WAIT_S if alone else 0.0)
-            if course.done:
-                self._finished.set()
-            if course.over:
-                with self._changed:
-                    self._courses.remove(course)
-        return bool(courses)
-
-    def _due(self) -> list[_Course]:
-        """Wait until something is to be done. [] when closing."""
-        with self._changed:
-            while not self._closing:
-                now = self._clock()
-                due = [course for course in self._courses if course.due <= now or course.ended]
-                if due:
-                    return due
-                first = min((course.due for course in self._courses), default=math.inf)
-                self._changed.wait(None if first == math.inf else max(0.0, first - now))
-            return []
+        self._courses.close()
 
 
 class _Course:
@@ -184,6 +136,11 @@ class _Course:
         )
         self._client = client
 
+    @property
+    def stirred(self) -> bool:
+        """Whether it has been ended."""
+        return self.ended
+
     def end(self, *, needed: bool) -> int:
         """From now on no block is written. Returns how many of the blocks, from the first on, are good.
 
@@ -194,18 +151,18 @@ class _Course:
             self._needed = needed
             return self._good
 
-    def advance(self, wait_s: float) -> None:
-        """Do what can be done now, which may be to wait for the agent's news for `wait_s`."""
+    def advance(self, wait_s: float) -> bool:
+        """Do what can be done now, which may be to wait for the agent's news for `wait_s`. Whether it is done."""
         load = self._load
         assert load is not None
         try:
             if self.ended:
                 self._leave(load)
-                return
+                return True
             if load.waits:
                 load.ask(wait_s)
             self._after.wait()
-            wanted = load.copy(_PIECE)
+            wanted = load.copy(PIECE)
             with self._lock:
                 if not self.ended:
                     self._good = load.loaded
@@ -214,10 +171,11 @@ class _Course:
                 self.done = True
                 self.due = math.inf
             elif load.waits:
-                self.due = self._clock() + (0.0 if wait_s else _POLL_S)
+                self.due = self._clock() + (0.0 if wait_s else POLL_S)
         except PoolGone as error:
             _log.debug("request %s: %s", self.order.name, error)
             self._forget()
+        return self.done
 
     def _write(self, number: int, slot: memoryview) -> bool:
         with self._lock:
