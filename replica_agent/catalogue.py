@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
-from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys, wire_block_hash
+from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys
 from kvstore.messages import MAX_CHANGED_BLOCKS, ROOT_PARENT, SHARDS, Change, Cleared, Stored, Tier
+from replica_agent.block import COPIES_BITS, NAMED, ORPHAN, UNNAMED, Block, names_of, salt_of
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EngineHash, Event
 from replica_agent.held import HeldKeys
 
@@ -19,41 +19,16 @@ _POOL = len(TIERS)
 _PLACES = (*TIERS, Tier.DRAM)
 """The tier of each place where a block can have copies: the engine's two, and the agent's pool."""
 
-# How far a block's identity is known. An ORPHAN may still become NAMED; an UNNAMED block never will, nor its children.
-_NAMED, _ORPHAN, _UNNAMED = range(3)
-
-
-_COPIES_BITS = 32
-_COPIES_MASK = (1 << _COPIES_BITS) - 1
-
-
-class _Block(msgspec.Struct, gc=False):
-    """One engine hash: its copies by place, packed, and its RouteKey once the chain to the root is known.
-
-    Refers to nothing that could refer back, and the garbage collector leaves it alone: to look at a million of them
-    would hold the event loop for some tenths of a second.
-    """
-
-    copies: int = 0
-    state: int = _ORPHAN
-    key: int = 0
-    parent_key: int = ROOT_PARENT
-    parent: EngineHash | None = None
-    tokens: bytes = b""
-
-    def copies_in(self, place: int) -> int:
-        """Copies in one place."""
-        return self.copies >> _COPIES_BITS * place & _COPIES_MASK
-
 
 class CatalogueCounts(msgspec.Struct, frozen=True):
-    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and, so far, orphans forgotten and
-    copies taken off because the engine has no room for so many."""
+    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and, so far, orphans forgotten, events
+    that told again what was held, and copies taken off because the engine has no room for so many."""
 
     hashes: int
     orphans: int
     unnamed: int
     forgotten: int
+    told_again: int
     surplus: int
 
 
@@ -64,9 +39,11 @@ class Catalogue:
     loop, by what the engine's events say and what the pool says. What `take_changes`, `digest` and `held` say is valid
     until the next of those calls.
 
-    An engine counts copies: a hash stored twice and removed once is still held. One that is told again what it was told
-    before (vLLM for requests in `kv_cache_report_mode` "full") is never told that it is removed so often. That cannot
-    be seen in an event, but in the end there are more copies than `capacity_blocks` in HBM: then each hash counts once.
+    An engine counts copies: a hash stored twice and removed once is still held. But vLLM also tells again what a
+    request found cached (`kv_cache_report_mode` "full"), in events of the same form, and never that it is removed so
+    often. A run of several blocks from the first of a prompt on that were all held before the batch is taken for that:
+    an engine computes such a run again only for requests that must not read the cache. What is told again a block at a
+    time shows when there are more copies than `capacity_blocks` in HBM: then each hash counts once.
     Several hashes may lead to one RouteKey (same tokens, hashed differently); a key is held in a tier while any of them
     is. Only one group of a hybrid model is followed, the first of full attention.
 
@@ -77,14 +54,14 @@ class Catalogue:
     def __init__(self, model: str, seed: int, *, max_orphans: int = 65_536) -> None:
         self._seed = seed
         self._max_orphans = max_orphans
-        self._forgotten = self._taken_off = 0
+        self._forgotten = self._taken_off = self._told_again = 0
         self.block_size = 0
         self.capacity_blocks = 0
         """Blocks that the engine's HBM has room for; 0 while unknown."""
         self._pooled: set[EngineHash] = set()
         self._held = {tier: HeldKeys(tier) for tier in TIERS}
-        self._cast_off: list[dict[EngineHash, _Block]] = []
-        self._blocks: dict[EngineHash, _Block] = {}
+        self._cast_off: list[dict[EngineHash, Block]] = []
+        self._blocks: dict[EngineHash, Block] = {}
         self.reset(model)
 
     def reset(self, model: str) -> None:
@@ -104,6 +81,7 @@ class Catalogue:
         self._unnamed = 0
         self._hbm_copies = 0
         self._doubled: dict[EngineHash, None] = {}
+        self._fresh: set[EngineHash] = set()
 
     def sweep(self, limit: int) -> bool:
         """Frees about `limit` entries of what a reset or a clear left behind; whether there is more."""
@@ -135,7 +113,10 @@ class Catalogue:
     @property
     def counts(self) -> CatalogueCounts:
         """Sizes, for metrics."""
-        return CatalogueCounts(len(self._blocks), len(self._orphans), self._unnamed, self._forgotten, self._taken_off)
+        orphans = len(self._orphans)
+        return CatalogueCounts(
+            len(self._blocks), orphans, self._unnamed, self._forgotten, self._told_again, self._taken_off
+        )
 
     @property
     def has_changes(self) -> bool:
@@ -163,6 +144,7 @@ class Catalogue:
 
     def apply(self, events: Iterable[Event]) -> None:
         """Takes in the events of one batch, in order."""
+        self._fresh.clear()
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event)
@@ -175,7 +157,7 @@ class Catalogue:
 
     def pool_held(self, key: bytes) -> None:
         """The agent's pool holds the block with this ContentKey."""
-        for engine_hash in _names_of(key):
+        for engine_hash in names_of(key):
             if engine_hash not in self._pooled:
                 self._pooled.add(engine_hash)
                 block = self._blocks.get(engine_hash)
@@ -184,7 +166,7 @@ class Catalogue:
 
     def pool_dropped(self, key: bytes) -> None:
         """The agent's pool holds it no more."""
-        for engine_hash in _names_of(key):
+        for engine_hash in names_of(key):
             if engine_hash in self._pooled:
                 self._pooled.remove(engine_hash)
                 self._remove(engine_hash, _POOL)
@@ -205,72 +187,84 @@ class Catalogue:
             self.block_size = event.block_size
         block_bytes = event.block_size * TOKEN_BYTES
         parent = event.parent
+        told_again = parent is None and event.tier is Tier.HBM and self._were_held(event.hashes)
+        self._told_again += told_again
         for index, engine_hash in enumerate(event.hashes):
             block = self._blocks.get(engine_hash)
             if block is None:
-                block = self._blocks[engine_hash] = _Block()
+                block = self._blocks[engine_hash] = Block()
                 self._orphans[engine_hash] = None
                 if engine_hash in self._pooled:
                     self._add_copy(engine_hash, block, _POOL)
-            if block.state == _ORPHAN and not block.tokens and event.tokens:
+            if block.state == ORPHAN and not block.tokens and event.tokens:
                 block.parent = parent
                 block.tokens = event.tokens[index * block_bytes : (index + 1) * block_bytes]
                 self._identify(engine_hash, block, event, index)
-            self._add_copy(engine_hash, block, event.tier)
+            if not told_again:
+                self._add_copy(engine_hash, block, event.tier)
             parent = engine_hash
         while len(self._orphans) > self._max_orphans:
             self._forget(next(iter(self._orphans)))
         if self._hbm_copies > self.capacity_blocks > 0:
             self._take_off_surplus()
 
-    def _identify(self, engine_hash: EngineHash, block: _Block, event: BlockStored, index: int) -> None:
+    def _were_held(self, hashes: list[EngineHash]) -> bool:
+        """Whether these are several blocks that were all in HBM before this batch."""
+        blocks, fresh = self._blocks, self._fresh
+        return len(hashes) > 1 and all(
+            each not in fresh and each in blocks and blocks[each].copies_in(Tier.HBM) for each in hashes
+        )
+
+    def _identify(self, engine_hash: EngineHash, block: Block, event: BlockStored, index: int) -> None:
         """Names `block` and everything that waited for it, or says what it waits for."""
-        salt = _salt_of(event, index, first=block.parent is None)
+        salt = salt_of(event, index, first=block.parent is None)
         if salt is None or event.lora == "" or event.block_size % UNIT_TOKENS:
             self._settle(engine_hash, block, None)
         elif block.parent is None:
             self._settle(engine_hash, block, self._root(event.lora or "", salt))
         else:
             parent = self._blocks.get(block.parent)
-            if parent is None or parent.state == _ORPHAN:
+            if parent is None or parent.state == ORPHAN:
                 self._waiting.setdefault(block.parent, {})[engine_hash] = None
             else:
-                self._settle(engine_hash, block, parent.key if parent.state == _NAMED else None)
+                self._settle(engine_hash, block, parent.key if parent.state == NAMED else None)
 
-    def _settle(self, engine_hash: EngineHash, block: _Block, start: int | None) -> None:
+    def _settle(self, engine_hash: EngineHash, block: Block, start: int | None) -> None:
         """Gives a block the key chained from `start` (None: it can have none), then its waiting descendants theirs."""
-        ready: list[tuple[EngineHash, _Block, int | None]] = [(engine_hash, block, start)]
+        ready: list[tuple[EngineHash, Block, int | None]] = [(engine_hash, block, start)]
         while ready:
             engine_hash, block, start = ready.pop()
             del self._orphans[engine_hash]
             if start is None:
-                block.state = _UNNAMED
+                block.state = UNNAMED
                 self._unnamed += 1
             else:
-                block.state = _NAMED
+                block.state = NAMED
                 block.key = chain(start, block.tokens)[-1]
                 block.parent_key = ROOT_PARENT if block.parent is None else start
                 for place, tier in enumerate(_PLACES):
                     if block.copies_in(place):
                         self._held[tier].add(block.key, block.parent_key)
             block.tokens = b""
-            onward = block.key if block.state == _NAMED else None
+            onward = block.key if block.state == NAMED else None
             for child_hash in self._waiting.pop(engine_hash, ()):
                 ready.append((child_hash, self._blocks[child_hash], onward))
 
     def _root(self, lora: str, salt: str) -> int:
         root = self._roots.get((lora, salt))
         if root is None:
-            if len(self._roots) >= 65_536:  # salts come from tenants; the map is only a cache
+            root = Namespace(self._model, lora, salt).root(self._seed)
+            if len(self._roots) >= 16_384:  # salts come from tenants; the map is only a cache
                 self._roots.clear()
-            root = self._roots[lora, salt] = Namespace(self._model, lora, salt).root(self._seed)
+            if len(lora) + len(salt) <= 1_024:
+                self._roots[lora, salt] = root
         return root
 
     def _remove(self, engine_hash: EngineHash, place: int) -> None:
         block = self._blocks.get(engine_hash)
         if block is None or not block.copies_in(place):
             return
-        block.copies -= 1 << _COPIES_BITS * place
+        block.copies -= 1 << COPIES_BITS * place
         left = block.copies_in(place)
         if place == Tier.HBM:
             self._hbm_copies -= 1
@@ -278,19 +272,21 @@ class Catalogue:
                 del self._doubled[engine_hash]
         if left:
             return
-        if block.state == _NAMED:
+        if block.state == NAMED:
             self._held[_PLACES[place]].release(block.key)
         if not block.copies:
             self._drop(engine_hash, block)
 
-    def _add_copy(self, engine_hash: EngineHash, block: _Block, place: int) -> None:
-        block.copies += 1 << _COPIES_BITS * place
+    def _add_copy(self, engine_hash: EngineHash, block: Block, place: int) -> None:
+        block.copies += 1 << COPIES_BITS * place
         copies = block.copies_in(place)
-        if copies == 1 and block.state == _NAMED:
+        if copies == 1 and block.state == NAMED:
             self._held[_PLACES[place]].add(block.key, block.parent_key)
         if place == Tier.HBM:
             self._hbm_copies += 1
-            if copies == 2:
+            if copies == 1:
+                self._fresh.add(engine_hash)
+            elif copies == 2:
                 self._doubled[engine_hash] = None
 
     def _take_off_surplus(self) -> None:
@@ -300,16 +296,16 @@ class Catalogue:
         for engine_hash in self._doubled:
             block = self._blocks[engine_hash]
             surplus = block.copies_in(Tier.HBM) - 1
-            block.copies -= surplus << _COPIES_BITS * Tier.HBM
+            block.copies -= surplus << COPIES_BITS * Tier.HBM
             self._hbm_copies -= surplus
         self._doubled.clear()
         self._taken_off -= self._hbm_copies
 
-    def _drop(self, engine_hash: EngineHash, block: _Block) -> None:
+    def _drop(self, engine_hash: EngineHash, block: Block) -> None:
         del self._blocks[engine_hash]
-        if block.state == _UNNAMED:
+        if block.state == UNNAMED:
             self._unnamed -= 1
-        elif block.state == _ORPHAN:
+        elif block.state == ORPHAN:
             del self._orphans[engine_hash]
             if block.parent is not None:
                 siblings = self._waiting[block.parent]
@@ -341,20 +337,20 @@ class Catalogue:
         for engine_hash, block in self._blocks.items():
             counts = [block.copies_in(place) for place in range(len(_PLACES))]
             assert any(counts), f"{engine_hash!r} is kept without a copy"
-            assert block.copies >> _COPIES_BITS * len(_PLACES) == 0, f"{engine_hash!r} has {counts} copies"
+            assert block.copies >> COPIES_BITS * len(_PLACES) == 0, f"{engine_hash!r} has {counts} copies"
             assert counts[_POOL] == (engine_hash in self._pooled)
             assert (counts[Tier.HBM] > 1) == (engine_hash in self._doubled)
             copies += counts[Tier.HBM]
-            assert (block.state == _ORPHAN) == (engine_hash in self._orphans)
-            if block.state == _ORPHAN and block.parent is not None:
+            assert (block.state == ORPHAN) == (engine_hash in self._orphans)
+            if block.state == ORPHAN and block.parent is not None:
                 assert engine_hash in self._waiting[block.parent]
-            if block.state == _NAMED:
+            if block.state == NAMED:
                 for place, tier in enumerate(_PLACES):
                     if counts[place]:
                         holders[tier][block.key] = holders[tier].get(block.key, 0) + 1
         assert copies == self._hbm_copies
         assert self._doubled.keys() <= self._blocks.keys()
-        assert self._unnamed == sum(block.state == _UNNAMED for block in self._blocks.values())
+        assert self._unnamed == sum(block.state == UNNAMED for block in self._blocks.values())
         assert sum(len(children) for children in self._waiting.values()) <= len(self._orphans) <= self._max_orphans
         for tier, held in self._held.items():
             held.check(holders[tier])
@@ -362,20 +358,3 @@ class Catalogue:
 
 def _blocks_in(changes: list[Change]) -> int:
     return sum(0 if isinstance(change, Cleared) else len(change.keys) // 8 for change in changes)
-
-
-def _names_of(key: bytes) -> tuple[EngineHash, EngineHash]:
-    """What an engine's events may call a block: by default they carry its hash's last 64 bits."""
-    return wire_block_hash(key), key
-
-
-def _salt_of(event: BlockStored, index: int, *, first: bool) -> str | None:
-    """The salt that starts a chain ("" below the first block); None when the block's extra keys are not understood."""
-    extra: list[Any] = event.extra[index] if event.extra else []
-    if event.lora and extra and extra[0] == event.lora:
-        extra = extra[1:]
-    if not extra:
-        return event.salt
-    if first and len(extra) == 1 and isinstance(extra[0], str):
-        return extra[0]
-    return None

@@ -81,6 +81,7 @@ class Replica:
         self.events: Counter[str] = Counter(dict.fromkeys((*_EVENT_NAMES.values(), "ignored"), 0))
         self.event_lag_s = 0.0
         self._resets = ResetWatch()
+        self._told: tuple[Hello, str] | None = None
         self._doctor = Doctor(self)
 
     def listen(self) -> None:
@@ -152,6 +153,20 @@ class Replica:
             kv_events=self.subscriber.connected,
         )
 
+    def _greet_again_if_another(self) -> None:
+        """Whoever has been told something else than what is true now is to ask again. What stands in heartbeats, too,
+        or comes and goes, is no reason."""
+        hello = self.hello()
+        if hello is None:
+            return
+        lasting = msgspec.structs.replace(
+            hello, epoch=0, engine_up=False, kv_events=False, capacity_blocks=0, models=hello.models[:1], namespace=None
+        )
+        told = lasting, self.files.digest if isinstance(self.files, ModelFiles) else ""
+        if self._told is not None and told != self._told:
+            self.hub.hang_up()
+        self._told = told
+
     def _other_models(self) -> list[str]:
         # An engine may serve adapters without end; what cannot be told is left out, so that the rest is.
         names = [] if self.identity is None else self.identity.models
@@ -179,8 +194,11 @@ class Replica:
                 self._resets.announced()
         self.events["ignored"] += batch.ignored
         self.event_lag_s = max(0.0, time.time() - batch.timestamp)
+        block_size = self.block_size
         self.catalogue.apply(batch.events)
         self.hub.changed()
+        if self.block_size != block_size:
+            self._greet_again_if_another()
 
     def restart(self, reason: str) -> None:
         """Empties the catalogue: what it says can no longer be vouched for."""
@@ -239,6 +257,7 @@ class Replica:
         """Passes a change of load on at once."""
         before, self._engine = self._engine, EngineState(up=True, metrics=metrics)
         self.catalogue.capacity_blocks = metrics.capacity_blocks or 0
+        self._greet_again_if_another()
         if self._resets.look(metrics):
             self._forget_silently_cleared()
         if not before.up or before.metrics.load != metrics.load:

@@ -155,13 +155,12 @@ class ReportHub:
     @property
     def streams(self) -> int:
         """Open report streams."""
-        return len(self._streams)
+        return sum(not stream.over for stream in self._streams)
 
     def check(self) -> None:
-        """Asserts that every open stream is within its limit and none has ended, unless all have."""
+        """Asserts that every stream is within its limit."""
         for stream in self._streams:
             stream.check()
-            assert self._closed or not stream.over
 
     async def run(self) -> None:
         """Sends heartbeats until cancelled, and frees what a reset left behind."""
@@ -225,6 +224,10 @@ class ReportHub:
         self._closed = True
         if self._beat_due is not None:
             self._beat_due.cancel()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Ends every stream: who still wants to know greets again first."""
         for stream in list(self._streams):
             stream.end()
 

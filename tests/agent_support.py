@@ -195,6 +195,7 @@ class EngineStandIn:
         self.running = 0
         self.waiting = 2
         self.resets = 0
+        self.capacity = 1234
         self.root: str | None = None
         self.models = [{"id": MODEL, "root": None, "parent": None}]
         self.status = 200
@@ -212,7 +213,7 @@ class EngineStandIn:
             f'vllm:num_requests_running{{engine="0",model_name="m"}} {self.running}.0\n'
             f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}.0\n'
             'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
-            'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1234"} 1.0\n'
+            f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="{self.capacity}"}} 1.0\n'
             'vllm:prompt_tokens_total{engine="0",model_name="m"} 400.0\n'
             f'http_requests_total{{handler="/reset_prefix_cache",method="POST",status="2xx"}} {self.resets}.0\n'
             f"process_start_time_seconds {self.start_time}\n",
@@ -349,15 +350,22 @@ async def mirroring(url: str, headers: Mapping[str, str] | None = None) -> Async
     mirror = Mirror()
 
     async def follow() -> None:
-        async with (
-            httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client,
-            client.stream("GET", f"{url}/v1/reports", headers=headers) as response,
-        ):
-            assert response.status_code == 200
-            reader = FrameReader()
-            async for data in response.aiter_raw():
-                for report in reader.feed(data):
-                    mirror.apply(report)
+        async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
+            while True:  # an agent hangs up when it has to be greeted again
+                try:
+                    stream = await client.send(
+                        client.build_request("GET", f"{url}/v1/reports", headers=headers), stream=True
+                    )
+                except httpx.TransportError:
+                    if mirror.verified:
+                        return  # it has ended
+                    raise
+                async with contextlib.aclosing(stream) as response:
+                    assert response.status_code == 200
+                    reader = FrameReader()
+                    async for data in response.aiter_raw():
+                        for report in reader.feed(data):
+                            mirror.apply(report)
 
     task = asyncio.create_task(follow())
     try:

@@ -25,6 +25,9 @@ from replica_agent.errors import EventDecodeError
 
 EngineHash: TypeAlias = int | bytes
 
+MAX_HASH_BYTES = 64
+MAX_BLOCK_TOKENS = 65_536
+
 FULL_ATTENTION_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
@@ -158,15 +161,15 @@ def _name_positions(tag: object, raw: list[Any]) -> dict[Any, Any]:
 def _stored(fields: dict[Any, Any]) -> BlockStored | None:
     tier = _tier(fields.get("medium"))
     kind = fields.get("kv_cache_spec_kind")
-    if tier is None or (kind is not None and kind not in FULL_ATTENTION_KINDS):
+    if tier is None or _elsewhere(fields) or (kind is not None and kind not in FULL_ATTENTION_KINDS):
         return None
     hashes = _hashes(fields)
     parent = fields.get("parent_block_hash")
     if parent is not None and type(parent) not in (int, bytes):
         raise EventDecodeError(f"parent_block_hash: expected an integer or bytes, got {parent!r:.80}")
     block_size = fields.get("block_size")
-    if type(block_size) is not int or block_size <= 0:
-        raise EventDecodeError(f"block_size: expected a positive integer, got {block_size!r:.80}")
+    if type(block_size) is not int or not 0 < block_size <= MAX_BLOCK_TOKENS:
+        raise EventDecodeError(f"block_size: expected 1 to {MAX_BLOCK_TOKENS}, got {block_size!r:.80}")
     tokens = _tokens(fields.get("token_ids"))
     if tokens and len(tokens) != 4 * block_size * len(hashes):
         raise EventDecodeError(f"token_ids: {len(tokens) // 4} tokens for {len(hashes)} blocks of {block_size}")
@@ -187,7 +190,7 @@ def _stored(fields: dict[Any, Any]) -> BlockStored | None:
 def _removed(fields: dict[Any, Any]) -> BlockRemoved | None:
     tier = _tier(fields.get("medium"))
     hashes = _hashes(fields)
-    return None if tier is None else BlockRemoved(hashes=hashes, tier=tier, group=_group(fields))
+    return None if tier is None or _elsewhere(fields) else BlockRemoved(hashes=hashes, tier=tier, group=_group(fields))
 
 
 def _tier(medium: object) -> Tier | None:
@@ -198,10 +201,17 @@ def _tier(medium: object) -> Tier | None:
     return Tier.DRAM if medium.startswith("CPU") else None
 
 
+def _elsewhere(fields: dict[Any, Any]) -> bool:
+    """Whether the blocks are in another host's memory: another replica's business, or nobody's."""
+    return fields.get("locality") == "REMOTE"
+
+
 def _hashes(fields: dict[Any, Any]) -> list[EngineHash]:
     hashes = fields.get("block_hashes")
     if not isinstance(hashes, list) or not {type(item) for item in hashes} <= {int, bytes}:
         raise EventDecodeError(f"block_hashes: expected a list of integers or bytes, got {hashes!r:.80}")
+    if any(type(item) is bytes and len(item) > MAX_HASH_BYTES for item in hashes):
+        raise EventDecodeError(f"block_hashes: a hash has at most {MAX_HASH_BYTES} bytes")
     return hashes
 
 

@@ -28,6 +28,9 @@ QUIET_S = 1.0
 MESSAGES_A_TURN = 32
 """Messages taken in before other tasks have their turn: a few ms of work when each carries a 2,048-token chunk."""
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""A batch of 100,000 tokens has half a megabyte. ZMQ ends the connection of who sends more, which costs a resync."""
+
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -126,6 +129,7 @@ class KvEventSubscriber:
     async def _follow(self, context: zmq.asyncio.Context) -> str:
         over = self._over = asyncio.get_running_loop().create_future()
         socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -215,6 +219,7 @@ class KvEventSubscriber:
         socket = context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.RCVHWM, 0)  # an unlimited inbox: the ROUTER drops what finds no room
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", replay.start.to_bytes(8, "big")])

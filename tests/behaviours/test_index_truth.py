@@ -216,6 +216,28 @@ async def test_duplicate_copies_are_counted() -> None:
         await until(lambda: mirror.hbm == set())
 
 
+async def test_what_is_told_again_is_no_copy() -> None:
+    """vLLM tells again what a request found cached where that asks for it, and says once that it is gone."""
+    engine = Engine()
+    async with engine.alive() as publisher, watched(engine) as (replica, mirror):
+        await until(lambda: ready(replica))
+        run = stored([1, 2, 3], tokens_of(1) + tokens_of(2) + tokens_of(3))
+        publisher.publish(run)
+        for _ in range(5):
+            publisher.publish(run)
+        publisher.publish(removed(3), removed(2), removed(1), stored([9], tokens_of(9)))
+        await until(lambda: mirror.hbm == set(chain_of([9])))
+        # One block at a time it cannot be told from a second copy; but there is no room for so many.
+        engine.pages.capacity = 3
+        await until(lambda: replica.catalogue.capacity_blocks == 3)
+        for _ in range(3):
+            publisher.publish(stored([9], tokens_of(9)))
+        publisher.publish(stored([8], tokens_of(8)), removed(9))
+        await until(lambda: mirror.hbm == set(chain_of([8])))
+        assert (replica.catalogue.counts.told_again, replica.catalogue.counts.surplus) == (5, 3)
+        assert replica.resyncs.total() == 0
+
+
 async def test_every_encoding_decodes() -> None:
     """One chain told in five encodings; then a batch that is none of them costs one counter and a resync."""
     engine = Engine()

@@ -202,7 +202,7 @@ async def test_any_interleaving_of_reports_is_the_fold(monkeypatch: pytest.Monke
     index.add_replica("r")
     confirmed = 0
     async with httpx.AsyncClient() as client:
-        for seed in range(800 * times):
+        for seed in range(500 * times):
             monkeypatch.setattr(reports, "PART_BLOCKS", random.Random(seed).choice((2, 15, 8_192)))
             schedule = Schedule(seed, index, client)
             try:
@@ -213,4 +213,4 @@ async def test_any_interleaving_of_reports_is_the_fold(monkeypatch: pytest.Monke
                 raise AssertionError(f"schedule {seed}") from error
             confirmed += schedule.confirmed
     index.check()
-    assert confirmed > 2_000 * times
+    assert confirmed > 1_200 * times

@@ -136,6 +136,55 @@ def test_copies_are_counted_and_never_below_zero() -> None:
     assert keys(subject) == set(chain_of([1]))
 
 
+def test_a_run_that_is_told_again_is_no_second_copy() -> None:
+    """vLLM with `kv_cache_report_mode` full: what a request found cached, in one event from its first block on."""
+    subject = catalogue()
+    subject.apply([store([1, 2, 3], [1, 2, 3])])
+    subject.apply([store([1, 2], [1, 2])])
+    subject.apply([store([1, 2, 3], [1, 2, 3]), store([4], [4], parent=3)])
+    assert (keys(subject), subject.counts.told_again) == (set(chain_of([1, 2, 3, 4])), 2)
+    subject.apply([remove(4), remove(3), remove(2), remove(1)])
+    assert (keys(subject), subject.counts.hashes) == (set(), 0)
+    subject.apply([store([1, 2], [1, 2])])
+    assert keys(subject) == set(chain_of([1, 2])), "it is computed again, and counts"
+
+
+@pytest.mark.parametrize(
+    ("again", "why"),
+    [
+        ([store([2, 3], [2, 3], parent=1)], "not from the first block on"),
+        ([store([3, 4], [3, 4]), store([3, 4], [3, 4])], "two requests computed it in one step"),
+        ([store([1, 2, 9], [1, 2, 9])], "not all was held"),
+    ],
+)
+def test_a_run_that_was_computed_twice_is(again: list[BlockStored], why: str) -> None:
+    subject = catalogue()
+    subject.apply([store([1, 2, 3], [1, 2, 3])])
+    subject.apply(again)
+    twice = again[0].hashes
+    held = keys(subject)
+    subject.apply([remove(*[each for each in twice if each != 9])])
+    assert keys(subject) == held, why
+    assert subject.counts.told_again == 0
+
+
+def test_more_copies_than_there_is_room_for_are_taken_off() -> None:
+    """Told again one block at a time, nothing distinguishes it from a second copy, until there are too many."""
+    subject = catalogue()
+    subject.capacity_blocks = 4
+    subject.apply([store([1, 2], [1, 2])])
+    for _ in range(2):
+        subject.apply([store([1], [1])])
+    subject.apply([remove(1)])
+    assert keys(subject) == set(chain_of([1, 2])), "it may be held yet"
+    subject.apply([store([3], [3], parent=2)])
+    assert subject.counts.surplus == 0
+    subject.apply([store([4], [4], parent=3)])
+    assert (keys(subject), subject.counts.surplus) == (set(chain_of([1, 2, 3, 4])), 1)
+    subject.apply([remove(1)])
+    assert keys(subject) == set(chain_of([1, 2, 3, 4])[1:])
+
+
 def test_two_hashes_of_one_prefix_are_one_key() -> None:
     subject = catalogue()
     subject.apply([store([1], [1]), store([b"one"], [1])])

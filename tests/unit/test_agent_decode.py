@@ -148,6 +148,16 @@ def test_media(medium: str | None, tier: Tier) -> None:
     assert event == BlockRemoved(hashes=[b"x" * 32], tier=tier)
 
 
+def test_what_another_host_holds_is_left() -> None:
+    stored = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": TOKENS}
+    stored |= {"block_size": 16, "medium": "CPU"}
+    removed = {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU"}
+    decoded = decode_batch(batch(*(each | {"locality": "REMOTE"} for each in (stored, removed))))
+    assert (decoded.events, decoded.ignored) == ([], 2)
+    decoded = decode_batch(batch(*(each | {"locality": "LOCAL"} for each in (stored, removed))))
+    assert (len(decoded.events), decoded.ignored) == (2, 0)
+
+
 def test_unknown_media_and_types_are_counted() -> None:
     decoded = decode_batch(
         batch(
@@ -205,6 +215,8 @@ def test_an_adapter_without_a_name_is_not_the_base_model() -> None:
         batch(["BlockStored", [7], None, TOKENS]),
         batch(["BlockStored", [7], None, TOKENS, 0, None]),
         batch(["BlockStored", [7], 1.5, TOKENS, 16, None]),
+        batch(["BlockStored", [7], None, TOKENS, 65_537, None]),
+        batch({"type": "BlockRemoved", "block_hashes": [bytes(65)]}),
         batch(["BlockStored", [7], None, TOKENS[:-1], 16, None]),
         batch(["BlockStored", [7], None, [-1] * 16, 16, None]),
         batch(["BlockStored", [7], None, [[1]] * 16, 16, None]),

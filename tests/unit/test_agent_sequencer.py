@@ -1,12 +1,9 @@
-"""Whatever way batches come, what the sequencer applies adds up to a run of the engine's own."""
+"""Whatever way batches come, what the sequencer applies adds up to a run of the engine's own. Case by case; thousands
+of schedules: tests/behaviours/test_index_truth_events.py."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from replica_agent.events.sequencer import EventSequencer
 
@@ -159,77 +156,3 @@ def test_too_many_waiting_batches_end_the_wait() -> None:
         recorder.sequencer.live(seq, payload(seq))
     assert not recorder.sequencer.syncing
     assert recorder.applied == run_of(0, 3)
-
-
-@given(st.data())
-def test_any_interleaving_adds_up(data: st.DataObject) -> None:
-    """An engine publishes, a network loses, a ring forgets, replies come late and in pieces, in any order.
-
-    At every moment what is applied is a run of the present life ending at the last number applied; once everything has
-    been asked for, it ends at the last batch published and reaches back as far as nothing was lost for good.
-    """
-    rng = random.Random(data.draw(st.integers(0, 2**32)))
-    ring_size = data.draw(st.sampled_from([1, 3, 8, 1000]))
-    loss = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
-    recorder = Recorder()
-    sequencer = recorder.sequencer
-    life, published = 0, 0
-    ring: dict[int, bytes] = {}
-    pipe: list[tuple[int, bytes]] = []
-    reply: list[tuple[int, bytes] | None] = []
-    asked = None
-    oldest_missing_ok = True
-
-    def check() -> None:
-        sequencer.check()
-        if recorder.applied:
-            lives = {item.split(b":")[0] for item in recorder.applied}
-            assert len(lives) == 1
-            first, last = (int(recorder.applied[end].split(b":")[1]) for end in (0, -1))
-            assert recorder.applied == run_of(first, last, int(lives.pop()))
-            assert last == sequencer.last
-
-    for _ in range(data.draw(st.integers(0, 80))):
-        action = rng.random()
-        if action < 0.45:
-            ring[published] = payload(published, life)
-            if rng.random() >= loss:
-                pipe.append((published, ring[published]))
-            published += 1
-            while len(ring) > ring_size:
-                del ring[min(ring)]
-                oldest_missing_ok = False
-        elif action < 0.7 and pipe:
-            sequencer.live(*pipe.pop(0))
-        elif action < 0.95:
-            if sequencer.wanted is not None and sequencer.wanted is not asked:
-                asked = sequencer.wanted
-                reply = [(seq, ring[seq]) for seq in sorted(ring) if seq >= asked.start]
-                # A ROUTER drops what comes too fast for its peer, never the first.
-                reply = [*reply[:1], *(item for item in reply[1:] if rng.random() >= loss / 4), None]
-            if asked is not None and reply:
-                item = reply.pop(0)
-                if item is None:
-                    sequencer.replay_ended(asked)
-                else:
-                    sequencer.replayed(asked, *item)
-        elif action < 0.97:
-            # The engine restarts; the lost connection is told from outside, and takes both pipes with it.
-            life, published, ring, pipe, reply, asked = life + 1, 0, {}, [], [], None
-            sequencer.begin("disconnected")
-            oldest_missing_ok = True
-        check()
-    while pipe:
-        sequencer.live(*pipe.pop(0))
-        check()
-    recorder.replay(ring)
-    sequencer.check_tail()
-    recorder.replay(ring)
-    check()
-    if published:
-        assert recorder.applied[-1] == payload(published - 1, life)
-        if oldest_missing_ok and not loss:
-            assert recorder.applied == run_of(0, published - 1, life)
-        assert recorder.applied[0] in {payload(seq, life) for seq in range(min(ring) + 1)}
-    else:
-        assert recorder.applied == []

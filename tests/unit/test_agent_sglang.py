@@ -73,10 +73,11 @@ def removed(*blocks: int, medium: str = "GPU") -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def rig(rank: int = 0) -> AsyncIterator[tuple[Publisher, Replica, Mirror]]:
+async def rig(rank: int = 0, *, first: bool = True) -> AsyncIterator[tuple[Publisher, Replica, Mirror]]:
     events, replay = free_port(), free_port()
     publisher = Publisher(events, replay, topic_in_replies=False, rank=rank)
-    publisher.publish(stored([0, 1], None))
+    if first:
+        publisher.publish(stored([0, 1], None))
     try:
         async with serving(PAGES) as engine_url:
             settings = settings_for(engine_url, events, replay, **{"dp-rank": str(rank)})
@@ -114,8 +115,25 @@ async def test_load_and_name_come_from_its_pages() -> None:
         await until(lambda: mirror.heartbeat is not None and mirror.heartbeat.running == 3)
         assert mirror.heartbeat is not None
         assert (mirror.heartbeat.waiting, mirror.heartbeat.kv_usage) == (1, 0.5)
+        await until(lambda: replica.block_size == PAGE)
         hello = replica.hello()
         assert hello is not None and (hello.engine, hello.block_size) == ("sglang", PAGE)
+
+
+async def test_who_greeted_before_the_size_of_a_page_was_known_greets_again() -> None:
+    """Nothing but its events says it; a gateway with another in mind would find no block of this replica."""
+    async with rig(first=False) as (publisher, replica, mirror):
+        await until(lambda: replica.hello() is not None and mirror.verified > 0)
+        streams, hello = len(mirror.epochs), replica.hello()
+        assert hello is not None and hello.block_size == 0
+        publisher.publish(stored([0, 1], None))
+        await until(lambda: held(mirror) == set(chain_of([0, 1], size=PAGE)) and len(mirror.epochs) > streams)
+        hello = replica.hello()
+        assert hello is not None and hello.block_size == PAGE
+        streams = len(mirror.epochs)
+        publisher.publish(stored([2], 1))
+        await until(lambda: held(mirror) == set(chain_of([0, 1, 2], size=PAGE)))
+        assert len(mirror.epochs) == streams, "once is enough"
 
 
 async def test_a_gap_is_filled_by_replies_without_a_topic() -> None:

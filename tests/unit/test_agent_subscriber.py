@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from agent_support import Publisher, free_port, removed, stored, tokens_of, until
 
+from replica_agent.events import subscriber as subscriber_module
 from replica_agent.events.decode import BlockRemoved, BlockStored, EventBatch
 from replica_agent.events.subscriber import KvEventSubscriber
 
@@ -130,6 +131,21 @@ async def test_a_malformed_batch_empties_and_nothing_more(rig: Rig) -> None:
         publisher.publish(block(1))
         await until(lambda: held.hashes == [1])
         assert (held.restarts, subscriber.counts.malformed) == (["malformed"], 1)
+
+
+async def test_a_message_without_an_end_costs_a_resync(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher's connection is ended, and the subscription begins anew."""
+    monkeypatch.setattr(subscriber_module, "MAX_MESSAGE_BYTES", 10_000)
+    publisher = rig.engine()
+    async with subscribed(rig, reply_deadline_s=0.2) as (held, subscriber):
+        publisher.publish(block(0))
+        await until(lambda: held.hashes == [0])
+        publisher.publish(raw=bytes(20_000))
+        await until(lambda: "disconnected" in held.restarts)
+        await until(lambda: subscriber.connected and not subscriber.syncing)
+        held.hashes.clear()
+        await _publish_until_seen(publisher, held)
+        assert set(held.hashes) == {-1}
 
 
 async def test_another_rank_is_not_this_one(rig: Rig) -> None:

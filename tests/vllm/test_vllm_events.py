@@ -60,7 +60,8 @@ async def random_requests(followed: Followed, count: int, seed: int) -> None:
         parts = [rng.randrange(3)] + [rng.randrange(4) for _ in range(rng.randrange(8))]
         prompt = prompt_of(*parts, extra=rng.choice((0, 0, 1, 60)))
         foretold = held_tokens(followed.mirror, prompt)
-        assert await followed.engine.compute(prompt, followed.mirror) == foretold, f"request {number}: {parts}"
+        more = {"vllm_xargs": {"kv_cache_report_mode": "full"}} if rng.random() < 0.2 else {}
+        assert await followed.engine.compute(prompt, followed.mirror, **more) == foretold, f"request {number}: {parts}"
         followed.replica.check()
 
 
