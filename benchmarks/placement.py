@@ -3,7 +3,8 @@
     python benchmarks/placement.py [--json]
 
 Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
-the ring and the cost terms all run. `place` decides, `placed` commits (traffic, claim) and its claim is released. With
+the ring and the cost terms all run. Caches are full of prompts of 256 blocks that this gateway placed, so that what
+must be evicted is looked up and priced. `place` decides, `placed` commits (traffic, claim) and its claim is released. With
 `pools` every agent has a pool that holds what its engine holds, so that every replica but one is offered a fetch.
 """
 
@@ -54,11 +55,14 @@ def measure(replicas: int, units: int, pools: bool = False) -> dict[str, float]:
                 running=rng.randrange(8),
                 prefill_tokens_per_s=30_000.0,
                 capacity_blocks=40_000,
-                held_blocks=39_000,
+                held_blocks=40_000,
                 block_bytes=1 << 21,
                 fetch=POOL if pools else None,
             )
         )
+    for view in views:
+        for _ in range(40_000 // 256):
+            placer.evictions.used(view, array("Q", [rng.getrandbits(64) for _ in range(256)]))
     placer.place(prompts[0], views)
     rounds = max(100, 4000 // replicas)
     begin = time.process_time()

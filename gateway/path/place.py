@@ -76,7 +76,11 @@ class Place:
             exchange.ticket.finish()
             exchange.ticket = None
         if exchange.claim is not None:
-            (self._placer.answered if answered else self._placer.release)(exchange.claim)
+            if answered:
+                usage = exchange.usage
+                self._placer.answered(exchange.claim, usage.prompt_tokens + usage.completion_tokens if usage else 0)
+            else:
+                self._placer.release(exchange.claim)
             exchange.claim = None
         if exchange.expectation is not None:
             self._reconcile(exchange, exchange.expectation, answered=answered)

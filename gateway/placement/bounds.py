@@ -41,7 +41,7 @@ class Bounds:
         share = self._slack * view.weight
         if view.running + 1 > share * (self._running + 1) + self._floor_sequences:
             return False
-        floor = max(self._chunk, cached_tokens) / view.prefill_tokens_per_s
+        floor = max(self._chunk / view.prefill_tokens_per_s, view.prefill_s(cached_tokens, 0))
         own = min(prefill_s, floor)
         queued = view.queued_prefill_tokens / view.prefill_tokens_per_s
         # A replica exactly at its bound is within it, whatever the last bit of the division says.

@@ -22,16 +22,15 @@ class Terms(NamedTuple):
 
 
 class CostModel:
-    """Queue wait + `prefill_weight` x prefill of the missing tokens + price of the evicted tokens.
+    """Queue wait + `prefill_weight` x prefill of the missing tokens + `eviction_weight` x price of the evicted ones.
 
     Prefill weighs more than waiting because it also delays whoever comes next and leaves one more copy behind. Sixteen
     requests at one instant with one new prefix of 3,000 tokens end as 8 copies on 8 replicas with a weight of 1, as 4
     with 1.5, which is what the bound on prefill asks for (`tests/behaviours/test_placement.py`). Mean TTFT does not
     choose: on chat and agent traces weights from 1 to 2 differ by less than the noise between samples.
-    Evicted tokens are the new blocks that the pool has no free ones for, each priced at the seconds its own prefill
-    takes, times `eviction_weight`, which stands for the chance that it would have been used again. A guess must be low:
-    in the same simulation certainty, at a weight of 2, was worse than no price at all (1.265 and 2.582 against 1.084
-    and 1.719). One half is enough to fill free caches first. `_reuse_chance` is where a learned curve takes over.
+    Evicted tokens are what the replica's cache must give up for the new blocks, each priced at the effort of computing
+    it again times the chance that it is used again (`Evictions`), and weigh `eviction_weight`: whoever comes back for
+    them waits, and so do those behind. From 1 to 2 it makes no difference beyond the noise.
 
     A fetch goes on while the request waits for its turn, so only what is longer than the queue counts. It is cheap, but
     not free: it leaves one more copy behind, and it may fail. So it is charged `band_tokens` of prefill. A holder
@@ -52,27 +51,24 @@ class CostModel:
         view: ReplicaView,
         tokens: int,
         cached_tokens: int,
-        pending_blocks: int = 0,
+        evicted_tokens: float = 0.0,
         *,
         fetched_tokens: int = 0,
         fetch_s: float = 0.0,
     ) -> Terms:
         """Cost of a prompt of `tokens`, `cached_tokens` of them held by `view` in whole blocks.
 
-        `pending_blocks` are blocks that placed requests will fill and that `view.held_blocks` does not count yet.
+        Making room for the others costs `evicted_tokens` of prefill.
         `fetched_tokens` after the cached ones come from a peer in `fetch_s`.
         """
         speed = view.prefill_tokens_per_s
-        queue_s, prefill_s, evicted_s = view.queued_prefill_tokens / speed, (tokens - cached_tokens) / speed, 0.0
-        if view.capacity_blocks:
-            block_tokens = view.block_tokens
-            new = -(-tokens // block_tokens) - cached_tokens // block_tokens
-            free = max(0, view.capacity_blocks - view.held_blocks - pending_blocks)
-            if new > free:
-                evicted_s = (new - free) * block_tokens / speed * self._reuse_chance()
+        queue_s = view.queued_prefill_tokens / speed
+        prefill_s = view.prefill_s(tokens - cached_tokens, cached_tokens)
+        evicted_s = self._eviction_weight * evicted_tokens / speed
         total_s = queue_s + self._prefill_weight * prefill_s + evicted_s
         if fetched_tokens:
-            prefill_s = (tokens - cached_tokens - fetched_tokens) / speed
+            past = cached_tokens + fetched_tokens
+            prefill_s = view.prefill_s(tokens - past, past)
             charged_s = max(queue_s, fetch_s) + self._fetch_tokens / speed
             total_s = min(total_s, charged_s + self._prefill_weight * prefill_s + evicted_s)
         return Terms(queue_s, fetch_s, prefill_s, evicted_s, total_s)
@@ -97,8 +93,8 @@ class CostModel:
         if not prices:
             return None
         source = min(prices, key=prices.__getitem__)
-        speed = view.prefill_tokens_per_s
-        rest_s, recompute_s = (tokens - served_tokens) / speed, (tokens - cached_tokens) / speed
+        rest_s = view.prefill_s(tokens - served_tokens, served_tokens)
+        recompute_s = view.prefill_s(tokens - cached_tokens, cached_tokens)
         if not decide(prices[source], rest_s, recompute_s, self._margin):
             return None
         return FetchPlan(
@@ -110,6 +106,3 @@ class CostModel:
             deadline_s=min(max(recompute_s - rest_s, self._least_deadline_s), self._max_deadline_s),
             counted=state.acts,
         )
-
-    def _reuse_chance(self) -> float:
-        return self._eviction_weight

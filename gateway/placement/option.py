@@ -24,12 +24,13 @@ class Option:
 
     `cached` tokens need no computing there, as far as is known; what `fetch` brings, if anything, comes after them.
     `reported_tokens` are in HBM by the replica's own word; all else is what that is worth.
+    `evicted` is what making room costs, in tokens of prefill.
     """
 
     __slots__ = (
-        "blocks",
         "cached",
         "claims",
+        "evicted",
         "fetch",
         "rank_s",
         "reported",
@@ -41,7 +42,9 @@ class Option:
         "within",
     )
 
-    def __init__(self, view: ReplicaView, claims: Claims, units: int, cached: int, blocks: int, terms: Terms) -> None:
+    def __init__(
+        self, view: ReplicaView, claims: Claims, units: int, cached: int, evicted: float, terms: Terms
+    ) -> None:
         self.view = view
         self.claims = claims
         self.units = units
@@ -49,7 +52,7 @@ class Option:
         self.reported = NO_POOL
         self.reported_tokens = 0
         self.fetch: FetchPlan | None = None
-        self.blocks = blocks
+        self.evicted = evicted
         self.terms = terms
         self.rank_s = terms.total_s
         self.usable = True

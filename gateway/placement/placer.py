@@ -14,6 +14,7 @@ from gateway.placement.adaptive_key import AdaptiveKey, Split, boundary_at_most
 from gateway.placement.bounds import Bounds
 from gateway.placement.claims import Claim, LearnedClaims, PendingClaims
 from gateway.placement.cost import CostModel
+from gateway.placement.evictions import Evictions
 from gateway.placement.index import PrefixIndex
 from gateway.placement.option import Option, Reported
 from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
@@ -32,13 +33,18 @@ class Placer:
     traffic needs. Without that credit the one replica that holds the system prompt would draw every new conversation.
 
     *Ties.* Costs within `band_tokens` of prefill are equal. 128 tokens, 8 blocks: gateways whose views differ by a
-    block or by a short request still agree, and it stays below the least that should count, the half-priced eviction
-    of a prompt of 512 tokens.
+    block or by a short request still agree, and it stays below the least that should count, the eviction of a prompt of
+    512 tokens at the price that is assumed before any is known.
+
+    *Eviction.* A full cache gives up what was used longest ago for what is new (`Evictions`). A replica that has room,
+    or whose oldest blocks nobody is likely to use again, is cheaper. What requests placed before will push out of the
+    prompt itself before its turn counts as missing.
 
     *Spill.* When the best replica is not within its bounds, the next one in ring order that is, unless others that are
     cost less by more than the band: those hold a copy from an earlier spill. So a hot prefix is always copied to the
-    same replicas, in the same order, and goes home when home is within its bounds. If none is within them, the
-    one with the least pressure serves.
+    same replicas, in the same order, and goes home when home is within its bounds. For that the price of eviction does
+    not count where little is missing beside a copy: where copies go must not depend on which cache happens to have
+    room. It does count where much is. If none is within them, the one with the least pressure serves.
 
     *Fetch.* What a replica holds in its own agent's pool counts as cached there. A replica that lacks blocks which a
     peer's pool serves is priced with the cheaper of fetching and computing them (`CostModel`), and the placement says
@@ -61,10 +67,12 @@ class Placer:
         self.traffic = AdaptiveKey(self.settings)
         self.pending = PendingClaims(self.settings.pending_ttl_s, clock, grace_s=self.settings.report_grace_s)
         self.learned = LearnedClaims(self.settings.learned_ttl_s, clock)
+        self.evictions = Evictions(clock)
         self._cost = CostModel(self.settings)
         self._known: dict[str, ReplicaView] = {}
         self._keyless = 0
         index.add_listener(self.pending)
+        index.add_listener(self.evictions)
 
     def place(
         self,
@@ -120,7 +128,7 @@ class Placer:
         if pinned is not None:
             chosen, reason = options[pinned], Reason.PINNED
         else:
-            chosen = home if home.within else self._spill(cyclic, bounds)
+            chosen = home if home.within else self._spill(cyclic, bounds, _rank_of_copy if small else _rank)
             first = walk[0].view.id if depth == split.depth else self.ring.first(keys[split.depth - 1], options)
             reason = self._reason(chosen, home, first, best_cached, exclude)
         return Placement(
@@ -157,11 +165,20 @@ class Placer:
             self.learned.record(placement.replica, keys, units or self.settings.learned_units)
             return self.pending.claim(placement.replica, ())
         held = self.index.match(keys, {view.id: view.block_units}, use=True).get(view.id, 0)
-        return self.pending.claim(placement.replica, keys, held, view.block_units)
+        segment = self.evictions.used(view, _blocks(view, keys))
+        claim = self.pending.claim(placement.replica, keys, held, view.block_units)
+        claim.segment = segment
+        return claim
 
-    def answered(self, claim: Claim) -> None:
-        """The request of a claim was answered in full: the prefix is there, whether it is reported yet or not."""
+    def answered(self, claim: Claim, tokens: int = 0) -> None:
+        """The request of a claim was answered in full, with prompt and answer of `tokens` together (0: not known): the
+        prefix is there, whether it is reported yet or not."""
         self.pending.settle(claim)
+        view = self._known.get(claim.replica)
+        if claim.segment is not None and view is not None:
+            blocks = (tokens - 1) // view.block_tokens - claim.segment.depth - len(claim.segment)
+            if blocks > 0:
+                self.evictions.answered(claim.replica, claim.segment, blocks)
 
     def release(self, claim: Claim) -> None:
         """Ends what `placed` began; a claim that is over already is no error."""
@@ -171,6 +188,7 @@ class Placer:
         """A replica without reports lost its cache: nothing placed there is believed any more."""
         self.pending.clear(replica)
         self.learned.clear(replica)
+        self.evictions.forget(replica)
 
     def forget(self, replica: str) -> None:
         """A replica left for good; one that only is not ready keeps its points, so that its keys come back to it."""
@@ -184,6 +202,7 @@ class Placer:
         self.traffic.check()
         self.pending.check()
         self.learned.check()
+        self.evictions.check()
 
     # the steps of a decision
 
@@ -217,14 +236,21 @@ class Placer:
                     if pending is not None:
                         units = max(units, pending.match(replica, keys, view.block_units))
                         blocks = -(-pending.fresh_units(replica) // view.block_units)
+                        if units and 0 < view.capacity_blocks < view.held_blocks + blocks:
+                            size = view.block_units
+                            units = size * self.evictions.left(view, _blocks(view, keys), units // size, blocks)
                 else:
                     claims = Claims.LEARNED
                     units = self.learned.match(replica, keys, view.block_units if exact else 1)
             # The engine always computes the last token, and it shares whole blocks only.
             block = view.block_tokens
             cached = min(units * unit, tokens - 1) // block * block if units else 0
-            terms = self._cost.terms(view, tokens, cached, blocks)
-            option = options[replica] = Option(view, claims, units, cached, blocks, terms)
+            evicted = 0.0
+            if claims is Claims.REPORTS:
+                new = -(-tokens // block) - cached // block
+                evicted = self.evictions.price(view, _blocks(view, keys), new, blocks)
+            terms = self._cost.terms(view, tokens, cached, evicted)
+            option = options[replica] = Option(view, claims, units, cached, evicted, terms)
             if reported:
                 option.reported_tokens = min(reported * unit, (tokens - 1) // block * block)
             if view.fetch is not None and claims is Claims.REPORTS:
@@ -263,7 +289,7 @@ class Placer:
         if plan.counted:
             fetched = reach - option.cached
             option.terms = self._cost.terms(
-                option.view, tokens, option.cached, option.blocks, fetched_tokens=fetched, fetch_s=plan.seconds
+                option.view, tokens, option.cached, option.evicted, fetched_tokens=fetched, fetch_s=plan.seconds
             )
             option.rank_s = option.terms.total_s
 
@@ -282,7 +308,7 @@ class Placer:
                 block = option.view.block_tokens
                 credit = min(split.hot * identity.unit_tokens, identity.tokens - 1) // block * block
                 if credit > option.cached and option.claims is not Claims.NONE:
-                    terms = self._cost.terms(option.view, identity.tokens, credit, option.blocks)
+                    terms = self._cost.terms(option.view, identity.tokens, credit, option.evicted)
                     option.rank_s = min(option.rank_s, terms.total_s)
 
     def _first(self, walk: Sequence[Option], rank: Callable[[Option], float]) -> Option:
@@ -291,10 +317,10 @@ class Placer:
         limit = rank(best) + self.settings.band_tokens / best.view.prefill_tokens_per_s
         return next(option for option in walk if rank(option) <= limit)
 
-    def _spill(self, cyclic: Sequence[Option], bounds: Bounds) -> Option:
+    def _spill(self, cyclic: Sequence[Option], bounds: Bounds, rank: Callable[[Option], float]) -> Option:
         feasible = [option for option in cyclic if option.within]
         if feasible:
-            return self._first(feasible, _rank_of_copy)
+            return self._first(feasible, rank)
         return min((option for option in cyclic if option.usable), key=lambda option: bounds.pressure(option.view))
 
     def _reason(
@@ -318,6 +344,12 @@ class Placer:
         return Reason.HOME if chosen.view.id == first else Reason.LONGEST
 
 
+def _blocks(view: ReplicaView, keys: Sequence[int]) -> Sequence[int]:
+    """The keys of a prompt's whole blocks in the block size of a replica."""
+    units = view.block_units
+    return keys if units == 1 else keys[units - 1 :: units]
+
+
 def _arc_start(positions: Sequence[int], circle: int) -> int:
     """Where on the circle the holders begin: after its longest stretch of others. `positions` ascend.
 
@@ -332,6 +364,5 @@ def _rank(option: Option) -> float:
 
 
 def _rank_of_copy(option: Option) -> float:
-    """Without the price of eviction: where the next copy of a hot prefix goes must not depend on which cache happens to
-    have room, or its copies would be everywhere."""
+    """Without the price of eviction, or copies of a hot prefix would be everywhere; see `Placer`."""
     return max(0.0, option.rank_s - option.terms.eviction_s)

@@ -24,8 +24,8 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Costs that differ by less than the prefill of this many tokens count as equal; see `placer`."""
     prefill_weight: float = 1.5
     """Price of a second of prefill against a second in the queue; see `cost`."""
-    eviction_weight: float = 0.5
-    """Price of evicting a token, as a share of the seconds its prefill would take; see `cost`."""
+    eviction_weight: float = 2.0
+    """Price of a second of prefill that an eviction is expected to cost later, against one in the queue; see `cost`."""
     virtual_nodes: int = 512
     """Points on the ring per unit of weight; see `ring`."""
     window_requests: int = 1024

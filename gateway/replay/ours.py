@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from heapq import heappop, heappush
 from itertools import count
@@ -51,7 +52,9 @@ class Ours(Policy):
             )
         self._tiers = (Tier.HBM,) if self._pool is None else (Tier.HBM, Tier.DRAM)
         self._nominal = 1 / scenario.physics.prefill_s(1, 0)
+        self._attention = scenario.physics.attention
         self._speed = FleetSpeed(self._nominal)
+        self._level: list[float] = []
         self._coming: list[tuple[float, int, Claim | tuple[str, float, float]]] = []
         self._count = count()
         self._placed: tuple[Placement, PromptIdentity] | None = None
@@ -80,7 +83,7 @@ class Ours(Policy):
         claim = self._placer.placed(placement, identity)
         self._later(outcome.task.end, claim)
         if not outcome.fetched:
-            expected_s = known.prefill_s(choice.replica, outcome.cached)
+            expected_s = known.prefill_s(choice.replica, outcome.cached) * self._alike(known)[choice.replica]
             took_s = outcome.prefill_s * (1 - outcome.decode_share)
             self._later(outcome.task.prefill_end, (self._ids[choice.replica], expected_s, took_s))
 
@@ -102,20 +105,30 @@ class Ours(Policy):
     def _view(self, known: Knowledge, replica: int) -> ReplicaView:
         """What the gateway tells its placer of a replica: queue and speed in seconds as it estimates them."""
         name = self._ids[replica]
-        fitted = self._nominal / self._speed.of(name)
-        tokens_per_s = known.tokens / (known.prefill_s(replica, 0) * fitted)
+        fitted = self._alike(known)[replica] * self._nominal / self._speed.of(name)
+        tokens_per_s = self._nominal / (known.factor(replica) * fitted)
         return ReplicaView(
             id=name,
             claims=Claims.REPORTS,
             queued_prefill_tokens=round(known.wait_s(replica) * fitted * tokens_per_s),
             running=known.load.outstanding[replica],
             prefill_tokens_per_s=tokens_per_s,
+            attention=self._attention,
+            decode_share=known.decode_share(replica),
             unit_tokens=self._block,
             capacity_blocks=self._capacity,
             held_blocks=self._index.held_blocks(name, Tier.HBM),
             block_bytes=self._block_bytes,
             fetch=self._pool,
         )
+
+    def _alike(self, known: Knowledge) -> list[float]:
+        """What makes the first estimates of all replicas equal: they are the same hardware."""
+        if not self._level:
+            logs = [math.log(known.factor(replica)) for replica in range(known.replicas)]
+            mean = sum(logs) / len(logs)
+            self._level = [math.exp(mean - log) for log in logs]
+        return self._level
 
     def _later(self, at: float, what: Claim | tuple[str, float, float]) -> None:
         heappush(self._coming, (at, next(self._count), what))

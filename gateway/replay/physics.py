@@ -53,6 +53,11 @@ class Physics(msgspec.Struct, frozen=True, kw_only=True):
         return link.seconds(tokens * self.token_bytes)
 
     @property
+    def attention(self) -> float:
+        """How much longer a token's prefill takes for each token before it, as a share of the first one's."""
+        return self.pair_flops / self.weight_flops
+
+    @property
     def _linear(self) -> float:
         return self.weight_flops / self.flops_per_s
 

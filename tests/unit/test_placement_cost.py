@@ -31,26 +31,15 @@ def test_queue_and_prefill_are_tokens_over_speed():
     assert terms == pytest.approx((0.5, 0.0, 0.4, 0.0, 0.5 + 1.5 * 0.4))
 
 
-def test_only_blocks_without_a_free_place_are_priced():
-    # A pool of 250 blocks; a prompt of 1,500 tokens needs 94.
-    free = COST.terms(_view(capacity_blocks=250, held_blocks=156), 1500, 0)
-    full = COST.terms(_view(capacity_blocks=250, held_blocks=188), 1500, 0)
-    assert free.eviction_s == 0
-    assert full.eviction_s == pytest.approx(0.5 * (188 + 94 - 250) * 16 / 1000)
-    assert COST.terms(_view(capacity_blocks=250, held_blocks=250), 1500, 1488).eviction_s == pytest.approx(0.5 * 0.016)
+def test_what_is_evicted_weighs_twice():
+    terms = COST.terms(_view(), 1500, 1500, 300.0)
+    assert (terms.eviction_s, terms.total_s) == (0.6, 0.6)
 
 
-def test_placed_requests_fill_the_pool_before_they_are_reported():
-    assert COST.terms(_view(capacity_blocks=250, held_blocks=94), 1500, 0, 94).eviction_s > 0
-
-
-def test_unknown_capacity_costs_nothing():
-    assert COST.terms(_view(held_blocks=10_000), 1500, 0).eviction_s == 0
-
-
-def test_a_longer_block_counts_its_own_tokens():
-    terms = COST.terms(_view(block_units=4, capacity_blocks=10, held_blocks=10), 128, 64)
-    assert terms.eviction_s == pytest.approx(0.5 * 64 / 1000)
+def test_prefill_grows_with_what_is_before_and_with_what_decodes():
+    view = _view(attention=0.001, decode_share=0.5)
+    assert COST.terms(view, 1600, 1200).prefill_s == pytest.approx(0.4 * (1 + 0.001 * 1400) / 0.5)
+    assert COST.terms(view, 1600, 200, fetched_tokens=1000).prefill_s == pytest.approx(0.4 * (1 + 0.001 * 1400) / 0.5)
 
 
 def test_a_fetch_is_what_it_moves_over_the_link():
@@ -111,8 +100,8 @@ def test_fetched_tokens_cost_the_fetch_beyond_the_queue_and_the_band():
     assert idle == pytest.approx((0.0, 0.2, 0.04, 0.0, 0.2 + 0.128 + 1.5 * 0.04))
     busy = COST.terms(_view(queued_prefill_tokens=500), 1000, 160, fetched_tokens=800, fetch_s=0.2)
     assert busy.total_s == pytest.approx(0.5 + 0.128 + 1.5 * 0.04)
-    full = COST.terms(_view(capacity_blocks=60, held_blocks=60), 1000, 160, fetched_tokens=800, fetch_s=0.2)
-    assert full.eviction_s == pytest.approx(0.5 * 53 * 16 / 1000), "fetched blocks need a place, too"
+    full = COST.terms(_view(), 1000, 160, 100.0, fetched_tokens=800, fetch_s=0.2)
+    assert full.total_s == pytest.approx(idle.total_s + 0.2), "fetched blocks need a place, too"
 
 
 def test_a_fetch_never_makes_a_replica_look_worse_than_computing():

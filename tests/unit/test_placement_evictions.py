@@ -1,0 +1,156 @@
+"""In which order caches evict, and what that costs."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import OrderedDict
+
+import pytest
+
+from gateway.placement.eviction_order import EvictionOrder
+from gateway.placement.evictions import Evictions
+from gateway.placement.placement import Claims, ReplicaView
+from gateway.placement.reuse import PRIOR_CHANCE, ReuseCurve
+
+
+def _keys(*numbers: int) -> array[int]:
+    """Chained keys: each stands for the whole path up to it."""
+    keys, path = array("Q"), 0
+    for number in numbers:
+        path = hash((path, number)) & (1 << 64) - 1
+        keys.append(path)
+    return keys
+
+
+class NaiveOrder:
+    """Block by block."""
+
+    def __init__(self) -> None:
+        self.lru: OrderedDict[int, float] = OrderedDict()
+
+    def use(self, keys: array[int], at: float) -> None:
+        for key in reversed(keys):
+            self.lru[key] = at
+            self.lru.move_to_end(key)
+
+    def shrink(self, blocks: int) -> None:
+        while len(self.lru) > blocks:
+            self.lru.popitem(last=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_order_is_that_of_an_lru_tails_first(seed):
+    rng = random.Random(seed)
+    order, naive = EvictionOrder(), NaiveOrder()
+    for step in range(600):
+        # Few numbers, so that paths branch everywhere and come again.
+        path = _keys(*(rng.randrange(3) for _ in range(rng.randrange(12))))
+        assert order.held(path) == sum(key in naive.lru for key in path)
+        order.use(path, float(step))
+        naive.use(path, float(step))
+        if rng.random() < 0.3:
+            size = rng.randrange(80)
+            order.shrink(size)
+            naive.shrink(size)
+        order.check()
+        flat = [(key, segment.at) for segment in order for key in reversed(segment.keys)]
+        assert flat == list(naive.lru.items())
+
+
+def test_an_answer_goes_before_its_prompt_and_is_taken_up_by_the_next_turn():
+    order = EvictionOrder()
+    first = order.use(_keys(1, 2, 3), 1.0)
+    order.answered(first, 2)
+    assert order.blocks == 5
+    order.shrink(4)
+    assert (order.held(_keys(1, 2, 3)), first.answer) == (3, 1)
+    order.use(_keys(1, 2, 3, 4, 5), 2.0)
+    assert order.blocks == 5
+    order.answered(first, 7)
+    assert order.blocks == 5, "that prompt is part of another by now"
+    order.check()
+    order.clear()
+    order.check()
+    assert (order.blocks, order.held(_keys(1))) == (0, 0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _view(**fields: object) -> ReplicaView:
+    given = {"id": "a", "claims": Claims.REPORTS, "prefill_tokens_per_s": 1000.0, "capacity_blocks": 10}
+    return ReplicaView(**(given | fields))
+
+
+def test_blocks_for_which_there_is_room_are_free():
+    evictions = Evictions(Clock())
+    assert evictions.price(_view(held_blocks=6), _keys(1), 4, 0) == 0
+    assert evictions.price(_view(held_blocks=6), _keys(1), 5, 0) == 16 * PRIOR_CHANCE
+    assert evictions.price(_view(held_blocks=6), _keys(1), 4, 3) == 3 * 16 * PRIOR_CHANCE, "others come first"
+    assert evictions.price(_view(held_blocks=6, capacity_blocks=0), _keys(1), 50, 0) == 0, "of unknown size"
+    assert evictions.price(_view(held_blocks=10), _keys(1), 50, 0) == 10 * 16 * PRIOR_CHANCE, "no more than there are"
+
+
+def test_what_is_computed_again_at_its_depth_costs_more_and_the_prompts_own_blocks_nothing():
+    evictions = Evictions(Clock())
+    old, new = _keys(*range(6)), _keys(*range(10, 14))
+    evictions.used(_view(), old)
+    evictions.used(_view(), new)
+    full = _view(held_blocks=10, attention=0.1)
+    # Its two last blocks, which end at 6: tokens 64 to 96 of the path, 80 in the mean.
+    assert evictions.price(full, _keys(99), 2, 0) == pytest.approx(2 * 16 * PRIOR_CHANCE * (1 + 0.1 * 80))
+    assert evictions.price(full, _keys(*range(6), 99), 1, 0) == pytest.approx(
+        16 * PRIOR_CHANCE * (1 + 0.1 * 3.5 * 16)
+    ), "the end of the other one, though it is younger"
+    evictions.check()
+
+
+def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_known():
+    clock = Clock()
+    evictions = Evictions(clock)
+    evictions.used(_view(held_blocks=4), _keys(1, 2))
+    full = _view(held_blocks=10, attention=0.1)
+    assert evictions.price(full, _keys(9), 4, 0) == pytest.approx(4 * 16 * PRIOR_CHANCE)
+    deep = evictions.price(full, _keys(9), 6, 0)
+    # Two of the six placed since: every third of them is ours, so two thirds of a block, three times.
+    assert deep == pytest.approx((4 + 2 * (1 + 0.1 * 16 * (2 - 1 / 3))) * 16 * PRIOR_CHANCE)
+
+
+def test_a_prompt_that_others_will_push_out_is_not_counted_on():
+    evictions = Evictions(Clock())
+    old, new = _keys(*range(6)), _keys(*range(10, 18))
+    evictions.used(_view(), old)
+    evictions.used(_view(held_blocks=6), new)
+    assert evictions.left(_view(held_blocks=6), old, 6, 8) == 2
+    assert evictions.left(_view(held_blocks=6), old, 6, 4) == 6, "there is room for these"
+    assert evictions.left(_view(held_blocks=6), new, 8, 8) == 8
+    evictions.forget("a")
+    assert evictions.left(_view(held_blocks=6), old, 6, 8) == 6
+
+
+def _seen(curve: ReuseCurve, chats: int, turns: int, gap_s: float) -> None:
+    """Conversations that go on `turns` times, each `gap_s` after the turn before."""
+    for turn in range(turns + 1):
+        for chat in range(chats):
+            keys = _keys(chat, *range(turn + 1))
+            curve.observe(keys, 4096, 0, 0.0, turn * gap_s + chat * 1e-3)
+
+
+def test_the_chance_of_reuse_falls_once_the_usual_gap_is_over():
+    curve = ReuseCurve()
+    assert curve.chance(0.0) == curve.chance(1e9) == PRIOR_CHANCE
+    _seen(curve, 64, 4, 100.0)
+    assert curve.chance(1.0) > 0.6
+    assert curve.chance(90.0) > 0.6
+    assert curve.chance(1000.0) < 0.1
+
+
+def test_prompts_that_never_come_again_are_worth_nothing():
+    curve = ReuseCurve()
+    _seen(curve, 2000, 0, 1.0)
+    assert curve.chance(0.0) < 0.02
