@@ -4,8 +4,8 @@
 
 Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
 the ring and the cost terms all run. Caches are full of prompts of 256 blocks that this gateway placed, so that what
-must be evicted is looked up and priced. `place` decides, `placed` commits (traffic, claim) and its claim is released. With
-`pools` every agent has a pool that holds what its engine holds, so that every replica but one is offered a fetch.
+must be evicted is looked up and priced. `place` decides, `placed` commits (traffic, claim) and its claim is released.
+With `pools` every agent has a pool that holds what its engine holds, so that every replica but one is offered a fetch.
 """
 
 from __future__ import annotations

@@ -46,11 +46,12 @@ class EvictionOrder:
     blocks of a path are held if its last one is, so on a path a segment begins where an older one was cut.
 
     Owns the segments, oldest first, and finds them by the key of their first block; `blocks` is their size in sum. Keys
-    are those of whole engine blocks. Only `use`, `shrink` and `clear` change it.
+    are those of whole engine blocks. Only `use`, `answered`, `shrink` and `clear` change it, and count their `changes`.
     """
 
     def __init__(self) -> None:
         self.blocks = 0
+        self.changes = 0
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._heads: dict[int, Segment] = {}
 
@@ -77,6 +78,7 @@ class EvictionOrder:
         """A prompt with these blocks was placed; None if there are none."""
         if not keys:
             return None
+        self.changes += 1
         for segment, common in list(self.path(keys)):
             del self._heads[segment.head]
             self.blocks -= common
@@ -98,12 +100,14 @@ class EvictionOrder:
     def answered(self, segment: Segment, blocks: int) -> None:
         """The answer to a prompt took so many blocks more; no change if the segment was cut or taken up since."""
         if segment in self._order:
+            self.changes += 1
             self.blocks += blocks
             segment.answer += blocks
 
     def shrink(self, blocks: int) -> None:
         """Drops the first to go until no more than `blocks` are left."""
         while self.blocks > blocks:
+            self.changes += 1
             segment = next(iter(self._order))
             excess = self.blocks - blocks
             if excess < len(segment):
@@ -118,6 +122,7 @@ class EvictionOrder:
     def clear(self) -> None:
         """Nothing is held any more."""
         self.blocks = 0
+        self.changes += 1
         self._order.clear()
         self._heads.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from gateway.placement.eviction_order import EvictionOrder, Segment
@@ -11,17 +12,62 @@ from gateway.placement.placement import ReplicaView
 from gateway.placement.reuse import ReuseCurve
 from kvstore.messages import Tier
 
+END_S = 1.0
+"""For so long a price may be used again: what stands at the end of an order has been idle for much longer."""
+
 
 class _Cache:
     """What is believed of one replica's cache: the order of what was placed there, after `before` blocks that are older
     than the first of it, which came at `since`."""
 
-    __slots__ = ("before", "order", "since")
+    __slots__ = ("before", "end", "order", "since")
 
     def __init__(self, before: int, since: float) -> None:
         self.order = EvictionOrder()
         self.before = before
         self.since = since
+        self.end: _End | None = None
+
+
+class _End:
+    """The end of an order with what its blocks cost, summed up, as far as was asked for; of one moment and one state.
+
+    Most decisions look at the same ends of many orders: placing a request changes one of them.
+    """
+
+    __slots__ = ("_chances", "_order", "_prices", "_segments", "_sizes", "at", "changes", "growth", "reuse")
+
+    def __init__(self, order: EvictionOrder, reuse: ReuseCurve, growth: float, at: float) -> None:
+        self.changes = order.changes
+        self.growth = growth
+        self.at = at
+        self.reuse = reuse
+        self._order = iter(order)
+        self._segments: list[Segment] = []
+        self._chances: list[float] = []
+        self._sizes = [0]
+        self._prices = [0.0]
+
+    def price(self, blocks: float) -> tuple[float, float]:
+        """The price of the first so many blocks, and when the last of their segments was used."""
+        sizes = self._sizes
+        while sizes[-1] < blocks and (segment := next(self._order, None)) is not None:
+            size = len(segment)
+            chance = self.reuse.chance(self.at - segment.at)
+            self._segments.append(segment)
+            self._chances.append(chance)
+            sizes.append(sizes[-1] + size)
+            self._prices.append(self._prices[-1] + self._cost(segment, chance, size))
+        whole = bisect_left(sizes, blocks) - 1
+        if whole >= len(self._segments):
+            return self._prices[-1], self._segments[-1].at
+        segment = self._segments[whole]
+        rest = self._cost(segment, self._chances[whole], blocks - sizes[whole])
+        return self._prices[whole] + rest, segment.at
+
+    def _cost(self, segment: Segment, chance: float, count: float) -> float:
+        """Of its last `count` blocks."""
+        return count * chance * (1 + self.growth * (segment.depth + len(segment) - count / 2))
 
 
 class Evictions:
@@ -66,22 +112,32 @@ class Evictions:
         missing -= before
         if missing and order.blocks:
             sample = min(1.0, order.blocks / (held - before))
-            left = missing * sample
             growth = view.attention * view.block_tokens
-            priced = 0.0
-            for segment in order:
-                size = len(segment)
-                end = segment.depth + size
-                if segment.depth < len(blocks) and blocks[segment.depth] == segment.head:
-                    common = segment.common(blocks)
-                    size = size - common if common < len(segment.keys) else 0
-                count = min(size, left)
-                priced += count * chance(now - segment.at) * (1 + growth * (end - count / 2))
-                left -= count
-                if left <= 0:
-                    break
-            price += priced / sample
+            price += self._priced(cache, blocks, missing * sample, growth, now) / sample
         return price * view.block_tokens
+
+    def _priced(self, cache: _Cache, blocks: Sequence[int], missing: float, growth: float, now: float) -> float:
+        """The price of the first `missing` blocks to go, in blocks at a prompt's beginning."""
+        order, end = cache.order, cache.end
+        if end is None or end.changes != order.changes or end.growth != growth or now - end.at > END_S:
+            end = cache.end = _End(order, self.reuse, growth, now)
+        price, last = end.price(missing)
+        if all(segment.at > last for segment, _ in order.path(blocks)):
+            return price
+        # Some of the prompt's own blocks stand there.
+        price, left, chance = 0.0, missing, self.reuse.chance
+        for segment in order:
+            size = len(segment)
+            bottom = segment.depth + size
+            if segment.depth < len(blocks) and blocks[segment.depth] == segment.head:
+                common = segment.common(blocks)
+                size = size - common if common < len(segment.keys) else 0
+            count = min(size, left)
+            price += count * chance(now - segment.at) * (1 + growth * (bottom - count / 2))
+            left -= count
+            if left <= 0:
+                break
+        return price
 
     def left(self, view: ReplicaView, blocks: Sequence[int], cached: int, pending: int) -> int:
         """How many of the first `cached` blocks of a prompt, which are held now, still are when the requests placed
