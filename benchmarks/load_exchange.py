@@ -27,14 +27,14 @@ import uvicorn
 import uvloop
 from stamp import stamp
 
-from gateway.fleet.agent_http import agent_client
+from gateway.fleet.agent_access import agent_client
 from gateway.fleet.announcer import Announcer
 from gateway.fleet.inflight import InFlight, Ticket
 from gateway.fleet.others import GatewayId
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
 from gateway.placement.index import PrefixIndex
-from gateway.settings import ReplicaSettings
+from gateway.settings import ReplicaSettings, Settings
 
 CASES = [(1, 20), (2, 2), (2, 20), (2, 100), (4, 2), (4, 20), (4, 100)]
 """Gateways, and requests a second of each to this replica."""
@@ -111,7 +111,7 @@ async def _gateway(
     replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url), me=me)
     index = PrefixIndex(1 << 24)
     index.add_replica("r")
-    client = agent_client()
+    client = agent_client(Settings())
 
     async def ignore(*_: object) -> None:
         pass

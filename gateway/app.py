@@ -19,7 +19,7 @@ from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.recomputed import Recompute
 from gateway.duplication.report import Reporter
-from gateway.fleet.agent_http import agent_client
+from gateway.fleet.agent_access import agent_client
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
@@ -55,7 +55,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
-        self._agents = agent_client()
+        self._agents = agent_client(settings)
         self._engines = EngineHttp()
         self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
         self._upstream = Upstream(

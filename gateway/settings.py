@@ -47,9 +47,9 @@ class ListenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS to engines whose URL is https. PEM files: `ca_file` instead of the system's authorities; `cert_file` and
-    `key_file` for engines that ask who calls. `server_name` is what their certificate says, where that is not the URL's
-    host. "" is none."""
+    """TLS to engines, or to agents, whose URL is https. PEM files: `ca_file` instead of the system's authorities;
+    `cert_file` and `key_file` for those that ask who calls. `server_name` is what their certificate says, where that is
+    not the URL's host. "" is none."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -120,12 +120,14 @@ class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration. `observe_only`: follow the agents and report, but take no requests."""
+    """The whole configuration. `tls` is for agents, `engine_tls` for engines. `observe_only`: follow the agents and
+    report, but take no requests."""
 
     observe_only: bool = False
     listen: ListenSettings = ListenSettings()
     replicas: list[ReplicaSettings] = []
     engine_tls: EngineTls = EngineTls()
+    tls: EngineTls = EngineTls()
     placement: PlacementSection = PlacementSection()
     fetch: FetchSettings = FetchSettings()
     limits: LimitSettings = LimitSettings()

@@ -20,6 +20,7 @@ from replica_agent.errors import PortTaken, SettingsError, SocketTaken
 from replica_agent.replica import Replica
 from replica_agent.settings import Settings, load_settings
 from replica_agent.telemetry import set_up_tracing
+from replica_agent.tls import TlsProtocol
 
 _logger = logging.getLogger("replica_agent")
 
@@ -60,7 +61,11 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=STREAMS_GRACE_S,
+        http="auto" if settings.tls is None else TlsProtocol,
     )
+    if settings.tls is not None:
+        config.load()  # or it would, later, and take TLS for a file of its own
+        config.ssl = settings.tls.server
     server = _Server(config)
     loop = asyncio.get_running_loop()
 
@@ -100,7 +105,8 @@ def main() -> int:
         sys.stderr.write(f"replica_agent: {error}\n")
         return EXIT_UNUSABLE
     host, port = listener.getsockname()[:2]
-    _logger.info("%s: engine %s, listening on http://%s:%d", settings.replica_id, settings.engine, host, port)
+    scheme = "http" if settings.tls is None else "https"
+    _logger.info("%s: engine %s, listening on %s://%s:%d", settings.replica_id, settings.engine, scheme, host, port)
     try:
         uvloop.run(serve(settings, listener))
     except SocketTaken as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import logging
 
-import anyio
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,7 @@ from replica_agent.load_api import LoadEndpoint
 from replica_agent.metrics import make_registry, metrics_page
 from replica_agent.replica import Replica
 from replica_agent.telemetry import TraceMiddleware
+from replica_agent.tls import VERIFIED
 
 _logger = logging.getLogger(__name__)
 
@@ -52,13 +53,12 @@ class TokenMiddleware:
 
 async def warm_up() -> None:
     """Loads what the first streamed response would, and hold the event loop for 30 ms."""
-    async with anyio.create_task_group():
-        pass
+    await run_in_threadpool(lambda: None)
 
 
 def create_app(replica: Replica) -> Starlette:
     """Routes over one replica. The replica must be running in the same event loop."""
-    registry = make_registry(replica)
+    registry, tls = make_registry(replica), replica.settings.tls
 
     async def hello(request: Request) -> Response:
         answer = replica.hello()
@@ -148,9 +148,32 @@ def create_app(replica: Replica) -> Starlette:
             Route("/metrics", metrics),
             *([Route("/debug/check", check)] if replica.settings.debug else []),
         ],
-        middleware=[Middleware(TraceMiddleware), Middleware(TokenMiddleware, token=replica.settings.token)],
+        middleware=[
+            Middleware(TraceMiddleware),
+            Middleware(CertificateMiddleware, required=tls is not None and tls.required),
+            Middleware(TokenMiddleware, token=replica.settings.token),
+        ],
         exception_handlers={HTTPException: http_error, ClientDisconnect: gone},
     )
+
+
+class CertificateMiddleware:
+    """Lets `/v1/*` pass with a client's certificate only; the server has seen to it that it is of the authority."""
+
+    def __init__(self, app: ASGIApp, required: bool) -> None:
+        self._app = app
+        self._required = required
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers 403 or runs the application."""
+        guarded = self._required and scope["type"] == "http" and scope["path"].startswith("/v1/")
+        if guarded and not scope.get("state", {}).get(VERIFIED):
+            refusal = _error(
+                403, "client_certificate", "this agent asks for a certificate of the deployment's authority"
+            )
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 def _json(status: int, value: object) -> Response:

@@ -19,7 +19,9 @@ import msgspec
 
 from kvstore.client_tls import client_context
 from kvstore.errors import TlsFileUnusable
+from kvstore.server_tls import server_context
 from replica_agent.errors import SettingsError
+from replica_agent.tls import AgentTls
 
 ENV_PREFIX = "REPLICA_AGENT_"
 
@@ -39,7 +41,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     `kv_replay` and `model_dir` are None when there is none; `model` overrides the name under which the engine serves
     its base model; `route_seed` (u64) is the deployment's and must be the gateways'. `kv_socket` is None for an agent
     without a pool; what follows it in KEYS means nothing then. `transports` are tried in that order. `engine_tls` is
-    None where the engine's URL is http; `engine_server_name` is "" where its certificate names the URL's host.
+    None where the engine's URL is http; `engine_server_name` is "" where its certificate names the URL's host. `tls` is
+    the agent's own, None where it serves plain HTTP.
     """
 
     engine: str
@@ -57,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     model_dir: Path | None
     token: str | None
+    tls: AgentTls | None
     poll_interval_s: float
     heartbeat_interval_s: float
     stream_buffer_bytes: int
@@ -247,6 +251,12 @@ KEYS = (
     _Key("log_level", _one_of("debug", "info", "warning", "error"), "info", "debug, info, warning or error"),
     _Key("debug", _switch, "off", "on: serve /debug/check, which looks at every block the agent knows"),
     _Key("token_file", str, "", "file with the token that /v1/* asks for"),
+    _Key(
+        "tls_cert_file", str, "", "PEM file with the agent's certificate: it then serves https, and shows it to peers"
+    ),
+    _Key("tls_key_file", str, "", "PEM file with the key of --tls-cert-file"),
+    _Key("tls_ca_file", str, "", "PEM file with the authority that clients of /v1/* and peers must have theirs from"),
+    _Key("tls_server_name", str, "", "name in the peers' certificates, where it is not the host of their URLs"),
 )
 
 
@@ -279,6 +289,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         model=values["model"],
         model_dir=values["model_dir"],
         token=_secret(environ, "token", values["token_file"]),
+        tls=_agent_tls(values),
         poll_interval_s=values["poll_interval"],
         heartbeat_interval_s=values["heartbeat_interval"],
         stream_buffer_bytes=values["stream_buffer_bytes"],
@@ -340,6 +351,22 @@ def _header_safe(source: str, secret: str) -> str:
     if not secret.isascii() or not secret.isprintable():
         raise SettingsError(source, "must be printable ASCII, on one line")
     return secret
+
+
+def _agent_tls(values: Mapping[str, Any]) -> AgentTls | None:
+    files = {argument: values[f"tls_{argument}"] for argument in ("ca_file", "cert_file", "key_file")}
+    if not any(files.values()):
+        return None
+    try:
+        return AgentTls(
+            server=server_context(**files),
+            data=server_context(**files, require=True),
+            client=client_context(**files),
+            server_name=values["tls_server_name"],
+            required=bool(files["ca_file"]),
+        )
+    except TlsFileUnusable as error:
+        raise SettingsError(f"--tls-{error.argument.replace('_', '-')}", error.problem) from error
 
 
 def _engine_tls(values: Mapping[str, Any]) -> ssl.SSLContext | None:

@@ -18,7 +18,8 @@ ENGINE_NAME = "engine.test"
 
 
 class Pki:
-    """Files under `directory`: an authority, a certificate for ENGINE_NAME, one for a client, and one of nobody's."""
+    """Files under `directory`: an authority, a certificate for ENGINE_NAME, one for a client; another authority, and
+    a client's certificate of that."""
 
     def __init__(self, directory: Path) -> None:
         authority = trustme.CA()
@@ -30,6 +31,7 @@ class Pki:
         other = trustme.CA()
         self.other_ca_file = str(directory / "other-ca.pem")
         other.cert_pem.write_to_path(self.other_ca_file)
+        self.stranger = self._issue(other, directory / "stranger.pem", "gateway.test")
 
     @staticmethod
     def _issue(authority: trustme.CA, path: Path, name: str) -> tuple[str, str]:

@@ -52,6 +52,9 @@ class AgentCheck:
         if hello.status_code == 401:
             fix = "gateway: PREFIX_GATEWAY_AGENT_TOKEN with the agents' REPLICA_AGENT_TOKEN, or their --token-file"
             patient.report("agent_token", f"the agent at {agent} refuses the gateway's token", fix)
+        elif hello.status_code == 403:
+            fix = "gateway: tls.cert_file and tls.key_file, of the authority that is the agent's --tls-ca-file"
+            patient.report("agent_tls", f"the agent at {agent} asks for the gateway's certificate", fix)
         elif hello.status_code == 200:
             self._introduced(patient, hello.content)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
-
 from gateway.doctor.agent_check import AgentCheck
 from gateway.doctor.comparison import compare
 from gateway.doctor.engine_check import EngineCheck
 from gateway.doctor.findings import Patient
 from gateway.doctor.report import Diagnosis, diagnose
+from gateway.fleet.agent_access import agent_client
 from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.replica import Replica
@@ -28,7 +27,7 @@ async def examine_all(settings: Settings, *, probe: bool, timeout_s: float) -> D
     patients = [Patient(Replica(each, accesses[each.id])) for each in settings.replicas]
     engines = EngineHttp()
     try:
-        async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
+        async with agent_client(settings) as client:
             engine_check = EngineCheck(engines, probe=probe, timeout_s=timeout_s)
             agent_check = AgentCheck(
                 client,

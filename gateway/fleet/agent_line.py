@@ -7,6 +7,8 @@ import ssl
 
 import httpx
 
+from gateway.fleet.agent_access import AgentAccess
+
 MAX_ANSWER = 16 * 1024
 
 
@@ -22,12 +24,19 @@ class AgentLine:
     """HTTP/1.1 `POST`s of one path, one after the other, over one connection that is made again when it breaks.
 
     Written out because a client that can do everything costs several times as much, for every request that is placed
-    (`benchmarks/README.md`, load exchange). Owns the connection; one `post` at a time.
+    (`benchmarks/README.md`, load exchange). `access` counts where the URL is https. Owns the connection; one `post` at
+    a time.
     """
 
-    def __init__(self, url: httpx.URL, *, token: str = "", timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, url: httpx.URL, *, access: AgentAccess | None = None, token: str = "", timeout_s: float = 1.0
+    ) -> None:
         self._host, self._port = url.host, url.port or (443 if url.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._tls: ssl.SSLContext | None = None
+        self._server_name: str | None = None
+        if url.scheme == "https":
+            self._tls = access.tls if access else ssl.create_default_context()
+            self._server_name = (access.server_name if access else "") or self._host
         self._timeout_s = timeout_s
         lines = [
             f"POST {url.raw_path.decode()} HTTP/1.1",
@@ -73,7 +82,7 @@ class AgentLine:
 
     async def _connect(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(
-            self._host, self._port, ssl=self._tls, limit=MAX_ANSWER
+            self._host, self._port, ssl=self._tls, server_hostname=self._server_name, limit=MAX_ANSWER
         )
 
     async def _exchange(self, body: bytes) -> None:

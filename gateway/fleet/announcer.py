@@ -8,6 +8,7 @@ import logging
 import httpx
 import msgspec
 
+from gateway.fleet.agent_access import AgentAccess
 from gateway.fleet.agent_line import AgentLine, LineFailed
 from gateway.fleet.others import GatewayId
 from gateway.fleet.replica import Replica
@@ -38,11 +39,13 @@ class Announcer:
     is its only task.
     """
 
-    def __init__(self, replica: Replica, agent: httpx.URL, me: GatewayId, *, token: str) -> None:
+    def __init__(
+        self, replica: Replica, agent: httpx.URL, me: GatewayId, *, token: str, access: AgentAccess | None = None
+    ) -> None:
         self.replica_id = replica.id
         self._replica = replica
         self._me = me
-        self._line = AgentLine(agent.join("/v1/load"), token=token)
+        self._line = AgentLine(agent.join("/v1/load"), access=access, token=token)
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._told = self._load()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from gateway.duplication.ledger import Ledger
+from gateway.fleet.agent_access import agent_access
 from gateway.fleet.announcer import Announcer
 from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_health import EngineHealth
@@ -57,7 +58,7 @@ class Fleet:
         self.trust = trust or Trust()
         self.failed_tokens = fetches.failed_tokens
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
-        accesses = engine_accesses(settings)
+        accesses, access = engine_accesses(settings), agent_access(settings)
         self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
         self.replicas = {each.id: Replica(each, accesses[each.id], self.me) for each in settings.replicas}
         self.streams: dict[str, ReportStream] = {}
@@ -77,7 +78,9 @@ class Fleet:
                     on_fetch=fetches.add,
                     on_heartbeat=self.trust.heard,
                 )
-                self.announcers[replica.id] = Announcer(replica, replica.agent, self.me, token=settings.agent_token)
+                self.announcers[replica.id] = Announcer(
+                    replica, replica.agent, self.me, token=settings.agent_token, access=access
+                )
 
     async def run(self) -> None:
         """Watch engines and agents until cancelled."""

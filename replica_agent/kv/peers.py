@@ -27,6 +27,7 @@ from kvstore.peer_messages import (
 from kvstore.transfer.host import host_identity
 from replica_agent.errors import PeerError
 from replica_agent.kv.lease_channel import LeaseChannel
+from replica_agent.tls import AgentTls
 
 KEEPALIVE_S = 60.0
 LATE_GRANT_S = 5.0
@@ -60,7 +61,10 @@ class Peers:
     background, and what it grants is released: an owner would otherwise keep the slots until the lease is over.
     """
 
-    def __init__(self, token: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, token: str | None, *, tls: AgentTls | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tls = tls
         # No peer of ours compresses, and of what another sends the length says what it takes here.
         self._token = token
         self._headers = {"accept-encoding": "identity"}
@@ -139,12 +143,21 @@ class Peers:
         # aiohttp wants a running loop, so the session is made when first used.
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
+                connector=aiohttp.TCPConnector(
+                    limit=0,
+                    keepalive_timeout=KEEPALIVE_S,
+                    ttl_dns_cache=10,
+                    ssl=True if self._tls is None else self._tls.client,
+                ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 auto_decompress=False,
             )
         return self._opened
+
+    @property
+    def _server_name(self) -> str | None:
+        return None if self._tls is None else self._tls.server_name or None
 
     def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)
@@ -232,7 +245,9 @@ class Peers:
         try:
             async with (
                 asyncio.timeout(max(timeout, 0.001)),
-                self._session.post(url, data=data, headers=headers, allow_redirects=False) as response,
+                self._session.post(
+                    url, data=data, headers=headers, allow_redirects=False, server_hostname=self._server_name
+                ) as response,
             ):
                 size = response.content_length
                 if size is None or size > _MAX_ANSWER:

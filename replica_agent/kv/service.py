@@ -82,7 +82,7 @@ class KvService:
         self.estimates = Estimates(margin=settings.fetch_margin, clock=clock)
         self.log = FetchLog(settings.replica_id, tell, clock=clock)
         self.fetches = Fetches(self.log, self.estimates)
-        self.peers = Peers(settings.token, clock=clock)
+        self.peers = Peers(settings.token, tls=settings.tls, clock=clock)
         self.wrong_bytes: Counter[str] = Counter(
             dict.fromkeys(("trailer", "key", "generation", "checksum", "lease"), 0)
         )

@@ -60,6 +60,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if not $config.telemetry.otlp_endpoint -}}
 {{- $_ := unset $config.telemetry "otlp_endpoint" -}}
 {{- end -}}
+{{- if .Values.agentTls.existingSecret -}}
+{{- $files := dict "ca_file" "/etc/agent-tls/ca.crt" "cert_file" "/etc/agent-tls/tls.crt" "key_file" "/etc/agent-tls/tls.key" -}}
+{{- $_ := set $config "tls" (merge $files (pick $config.tls "server_name")) -}}
+{{- end -}}
 {{- $_ := set $config "listen" (dict "host" "0.0.0.0" "port" 8000 "admin_host" "0.0.0.0" "admin_port" 8001) -}}
 {{- toYaml $config -}}
 {{- end }}

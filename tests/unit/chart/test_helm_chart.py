@@ -44,6 +44,7 @@ def test_objects_are_valid_for_kubernetes(render: Render, version: str) -> None:
         imagePullSecrets=[{"name": "pull"}],
         agentToken={"existingSecret": "agents"},
         engineApiKey={"existingSecret": "engines"},
+        agentTls={"existingSecret": "agent-tls"},
         extraVolumes=[{"name": "tls", "secret": {"secretName": "engine-tls"}}],
         extraVolumeMounts=[{"name": "tls", "mountPath": "/etc/engine-tls", "readOnly": True}],
         extraEnv=[{"name": "TZ", "value": "UTC"}],

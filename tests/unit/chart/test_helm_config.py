@@ -33,8 +33,9 @@ def load(rendered: Rendered, tmp_path: Path) -> Settings:
 
 def test_default_configuration_is_the_gateways_own(render: Render, tmp_path: Path) -> None:
     loaded, default = load(render(), tmp_path), Settings()
-    assert (loaded.engine_tls, loaded.placement, loaded.fetch, loaded.limits, loaded.telemetry) == (
+    assert (loaded.engine_tls, loaded.tls, loaded.placement, loaded.fetch, loaded.limits, loaded.telemetry) == (
         default.engine_tls,
+        default.tls,
         default.placement,
         default.fetch,
         default.limits,
@@ -51,6 +52,7 @@ def test_observe_only(render: Render, tmp_path: Path) -> None:
     ("section", "settings"),
     [
         ("engine_tls", EngineTls),
+        ("tls", EngineTls),
         ("placement", PlacementSection),
         ("fetch", FetchSettings),
         ("limits", LimitSettings),
@@ -97,6 +99,8 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("engine_tls", "cert_file", "/etc/engine-tls/tls.crt"),
         ("engine_tls", "key_file", "/etc/engine-tls/tls.key"),
         ("engine_tls", "server_name", "engine"),
+        ("tls", "ca_file", "/etc/agents/ca.crt"),
+        ("tls", "server_name", "agent"),
         ("placement", "epsilon", 0.25),
         ("placement", "route_seed", 0),
         ("placement", "route_seed", 2**53 - 1),
@@ -143,6 +147,17 @@ def test_gateways_of_one_release_differ_by_their_pods_names_alone(render: Render
     loaded = [load_settings(file, {name["name"]: pod}) for pod in pods]
     assert [each.listen.name for each in loaded] == pods
     assert msgspec.structs.replace(loaded[0], listen=loaded[1].listen) == loaded[1]
+
+
+def test_a_secret_with_the_agents_certificates_is_mounted_and_named(render: Render, tmp_path: Path) -> None:
+    rendered = render(agentTls={"existingSecret": "agents"}, config={"tls": {"server_name": "agent"}})
+    loaded = load(rendered, tmp_path).tls
+    (mount,) = [each for each in rendered.container["volumeMounts"] if each["name"] == "agent-tls"]
+    for file, name in ((loaded.ca_file, "ca.crt"), (loaded.cert_file, "tls.crt"), (loaded.key_file, "tls.key")):
+        assert file == f"{mount['mountPath']}/{name}"
+    assert (mount["readOnly"], loaded.server_name) == (True, "agent")
+    pod = rendered.find("Deployment")["spec"]["template"]["spec"]
+    assert {"name": "agent-tls", "secret": {"secretName": "agents"}} in pod["volumes"]
 
 
 def test_configuration_change_rolls_the_pods(render: Render) -> None:
