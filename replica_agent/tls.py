@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvstore.transfer.tcp import TcpTls
+
 VERIFIED = "client_certificate"
 """Key in a request's state: whether its connection showed a certificate, which then is of the right authority."""
 
@@ -22,6 +24,11 @@ class AgentTls(NamedTuple):
     client: ssl.SSLContext
     server_name: str
     required: bool
+
+    @property
+    def transport(self) -> TcpTls:
+        """For the tcp transport."""
+        return TcpTls(self.data, self.client, self.server_name)
 
 
 class TlsProtocol(HttpToolsProtocol):

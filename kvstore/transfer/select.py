@@ -9,24 +9,30 @@ from kvstore.peer_messages import Offer
 from kvstore.transfer.base import Authorize, Region, Transport
 from kvstore.transfer.nixl import make_nixl
 from kvstore.transfer.shm import Shm
-from kvstore.transfer.tcp import Tcp
+from kvstore.transfer.tcp import Tcp, TcpTls
 
 NAMES = ("shm", "nixl", "tcp", "nixl-push")
 """Every transport between processes, the fastest first."""
 
 
 def make_transports(
-    names: Sequence[str], *, host: str = "127.0.0.1", port: int = 0, advertise: tuple[str, int] | None = None
+    names: Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    advertise: tuple[str, int] | None = None,
+    tls: TcpTls | None = None,
 ) -> list[Transport]:
     """Transports of these names, in this order, not started. Those that listen do so on `host`; `port` is that of
-    `tcp`, 0 for any, and `advertise` where peers reach it if not there. Raises ValueError for a name that is not in
-    `NAMES`, or is given twice."""
+    `tcp`, 0 for any, and `advertise` where peers reach it if not there; `tls` encrypts it. Raises
+    ValueError for a name that is not in `NAMES`, or is given twice."""
     made: dict[str, Transport] = {}
     nixl = make_nixl(host)
     for name in names:
         if name in made or name not in NAMES:
             raise ValueError(f"expected different ones of {', '.join(NAMES)}, got {','.join(names)!r}")
-        made[name] = Shm() if name == "shm" else Tcp(host, port, advertise=advertise) if name == "tcp" else nixl[name]
+        tcp = Tcp(host, port, advertise=advertise, tls=tls) if name == "tcp" else None
+        made[name] = tcp or (Shm() if name == "shm" else nixl[name])
     return [*made.values()]
 
 

@@ -7,9 +7,12 @@ cut short leaves its targets safe.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +20,7 @@ from kvstore.errors import TransportUnavailable
 from kvstore.peer_messages import Offer
 from kvstore.transfer.base import Arrived, Authorize, Plan, Region, Result, Transport
 from kvstore.transfer.job import DEADLINE, Job, Jobs, run, size_error
-from kvstore.transfer.tcp_owner import Answer, Ask, Owner, read_frame, send, tune, wait
+from kvstore.transfer.tcp_owner import Answer, Ask, Owner, read_frame, read_into, send, shut, tune, wait
 
 IDLE_S = 30.0
 """A connection unused for so long is closed: half of what an owner waits, so that one taken is hardly ever stale."""
@@ -31,12 +34,22 @@ _THREADS = 16
 _Peer = tuple[str, int]
 
 
+class TcpTls(NamedTuple):
+    """`owner` shows a certificate to readers and wants one of them, `reader` does so to owners, whose certificates say
+    `server_name` where that is not "", or else the host that is connected to."""
+
+    owner: ssl.SSLContext
+    reader: ssl.SSLContext
+    server_name: str = ""
+
+
 class _Address(msgspec.Struct, frozen=True, array_like=True):
-    """`host` is "" where the owner's agent answers."""
+    """`host` is "" where the owner's agent answers; `tls` whether it speaks nothing else."""
 
     port: int
     pitch: int
     host: str = ""
+    tls: bool = False
 
 
 class Tcp(Transport):
@@ -45,9 +58,12 @@ class Tcp(Transport):
 
     name = "tcp"
 
-    def __init__(self, host: str, port: int = 0, *, advertise: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, host: str, port: int = 0, *, advertise: tuple[str, int] | None = None, tls: TcpTls | None = None
+    ) -> None:
         """Serves on `host`; `port` 0: any that is free. Peers connect to `advertise`, where that is not the agent's
-        own host and this port."""
+        own host and this port. With `tls` nothing is sent or fetched without."""
+        self._tls = tls
         self._host = host
         self._port = port
         self._advertise = advertise
@@ -60,7 +76,9 @@ class Tcp(Transport):
 
     async def start(self, region: Region, authorize: Authorize) -> None:
         try:
-            self._owner = await asyncio.to_thread(Owner, self._host, self._port, region, authorize)
+            self._owner = await asyncio.to_thread(
+                Owner, self._host, self._port, region, authorize, None if self._tls is None else self._tls.owner
+            )
         except OSError as error:
             raise TransportUnavailable(f"tcp: cannot listen on {self._host}:{self._port}: {error}") from error
         self._region = region
@@ -68,11 +86,15 @@ class Tcp(Transport):
     def offer(self) -> Offer:
         assert self._owner is not None and self._region is not None, "started"
         host, port = self._advertise or ("", self._owner.port)
-        address = _Address(port, self._region.pitch, host)
+        address = _Address(port, self._region.pitch, host, self._tls is not None)
         return Offer(transport=self.name, data=msgspec.msgpack.encode(address))
 
     def reaches(self, offer: Offer) -> bool:
-        return offer.transport == self.name
+        if offer.transport != self.name:
+            return False
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.msgpack.decode(offer.data, type=_Address).tls == (self._tls is not None)
+        return True  # `fetch` says what is wrong with it
 
     async def fetch(self, plan: Plan, arrived: Arrived) -> Result:
         region = self._region
@@ -94,13 +116,13 @@ class Tcp(Transport):
                 connection = idle or await _connect(peer, job)
             except OSError as error:
                 return Result(0, True, job.over() or f"cannot connect to {peer[0]}:{peer[1]}: {error}")
-            fetch = _Fetch(plan, region, job, arrived, connection)
+            fetch = _Fetch(plan, region, job, arrived, connection, self._tls, peer[0])
             result = await run(job, loop.run_in_executor(self._threads, fetch.run))
             if job.over():
                 # It may have been shut down just after the thread had used it.
-                connection.close()
+                fetch.connection.close()
             elif fetch.reusable:
-                self._give(peer, connection)
+                self._give(peer, fetch.connection)
             # A connection that an owner closed while it was idle says so only when it is used.
             if idle is None or fetch.heard or job.over():
                 return result
@@ -171,25 +193,39 @@ async def _connect(peer: _Peer, job: Job) -> socket.socket:
 
 
 class _Fetch:
-    """One plan over one connection, on one thread. `heard`: the owner has answered; `reusable`: the connection is
-    where the next ask can begin. It is closed when it is not."""
+    """One plan over one connection, on one thread. `heard`: the owner has answered; `reusable`: `connection` is where
+    the next ask can begin. It is closed when it is not. A new one is encrypted first, where it is to be."""
 
-    def __init__(self, plan: Plan, region: Region, job: Job, arrived: Arrived, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        region: Region,
+        job: Job,
+        arrived: Arrived,
+        connection: socket.socket,
+        tls: TcpTls | None,
+        host: str,
+    ) -> None:
+        self._tls = tls
+        self._host = host
         self.heard = False
         self.reusable = False
         self._plan = plan
         self._region = region
         self._job = job
         self._arrived = arrived
-        self._connection = connection
+        self.connection = connection
 
     def run(self) -> Result:
-        connection, job = self._connection, self._job
+        job = self._job
         moved = 0
-        job.interrupt = lambda: connection.shutdown(socket.SHUT_RDWR)
+        job.interrupt = lambda: shut(self.connection)
         try:
             if job.over():
                 return Result(0, True, job.over())
+            if self._tls is not None and not isinstance(self.connection, ssl.SSLSocket):
+                self._encrypt(self._tls)
+            connection = self.connection
             tune(connection, send_s=job.remaining())
             wait(connection, job.remaining())
             send(connection, Ask(self._plan.lease, self._plan.secret, [move.source for move in self._plan.moves]))
@@ -205,15 +241,20 @@ class _Fetch:
             self.reusable = not job.over()
             return Result(moved, True, answer.error)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
-            why = DEADLINE if isinstance(error, BlockingIOError) else f"the owner failed: {error}"
+            why = DEADLINE if isinstance(error, BlockingIOError | TimeoutError) else f"the owner failed: {error}"
             return Result(moved, True, job.over() or why)
         finally:
             job.interrupt = None
             if not self.reusable:
-                connection.close()
+                self.connection.close()
+
+    def _encrypt(self, tls: TcpTls) -> None:
+        name = tls.server_name or self._host
+        self.connection.settimeout(max(self._job.remaining(), 0.001))
+        encrypted = tls.reader.wrap_socket(self.connection, server_hostname=name, do_handshake_on_connect=False)
+        self.connection = encrypted
+        encrypted.do_handshake()
 
     def _receive(self, target: int) -> None:
         pitch = self._region.pitch
-        slot = self._region.memory[target * pitch : (target + 1) * pitch]
-        if self._connection.recv_into(slot, 0, socket.MSG_WAITALL) < pitch:
-            raise EOFError("it hung up")
+        read_into(self.connection, self._region.memory[target * pitch : (target + 1) * pitch])

@@ -3,14 +3,16 @@
     reader -> owner    u32 length, Ask (msgpack): the lease, its secret, slots
     owner -> reader    u32 length, Answer (msgpack); unless it has an error, then the slots, whole and in that order
 
-One ask at a time on a connection. The owner looks at the lease every few slots and hangs up when it is over, for in the
-middle of bytes there is no other way to say so. Lengths are little-endian.
+With TLS both ends show a certificate first, and everything is encrypted. One ask at a time on a connection. The owner
+looks at the lease every few slots and hangs up when it is over, for in the middle of bytes there is no other way to say
+so. Lengths are little-endian.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -55,8 +57,11 @@ class Owner:
     """Owns the listening socket, one thread that accepts, and one for each reader that is connected. `authorize` is
     asked from those threads. Readers keep connections for their next fetch, so many readers have many idle ones."""
 
-    def __init__(self, host: str, port: int, region: Region, authorize: Authorize) -> None:
+    def __init__(
+        self, host: str, port: int, region: Region, authorize: Authorize, tls: ssl.SSLContext | None = None
+    ) -> None:
         """Listens from now on. Raises OSError when it cannot."""
+        self._tls = tls
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._region = region
         self._authorize = authorize
@@ -76,7 +81,7 @@ class Owner:
             readers = [*self._readers.items()]
         for each in (self._listener, *(connection for connection, _ in readers)):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                shut(each)
         for thread in (self._accepting, *(thread for _, thread in readers)):
             thread.join(STALL_S)
         self._listener.close()
@@ -113,10 +118,28 @@ class Owner:
         """Its thread, which waits for the next ask, hears of it and ends."""
         del self._idle[connection], self._readers[connection]
         with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+            shut(connection)
+
+    def _encrypt(self, accepted: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        """The same connection, in the same place among the readers, before anything is said on it."""
+        accepted.settimeout(STALL_S)
+        with self._lock:
+            encrypted = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+            thread = self._readers.pop(accepted, None)
+            self._idle.pop(accepted, None)
+            if thread is not None:
+                self._readers[encrypted] = thread
+                self._idle[encrypted] = None
+        if thread is None:
+            encrypted.close()
+            raise EOFError("hung up on in the meantime")
+        return encrypted
 
     def _serve(self, connection: socket.socket) -> None:
         try:
+            if self._tls is not None:
+                connection = self._encrypt(connection, self._tls)
+                connection.do_handshake()
             tune(connection, send_s=STALL_S)
             while self._answer(connection):
                 pass
@@ -156,9 +179,7 @@ class Owner:
             slots = ask.slots[at : at + AT_ONCE]
             if not self._may(ask, slots):
                 return False
-            # Blocking, so it sends all of it, unless the reader stalls.
-            sent = connection.sendmsg([memory[slot * pitch : (slot + 1) * pitch] for slot in slots])
-            if sent < len(slots) * pitch:
+            if not send_all(connection, [memory[slot * pitch : (slot + 1) * pitch] for slot in slots]):
                 return False
         return True
 
@@ -169,23 +190,58 @@ class Owner:
 
 
 def tune(connection: socket.socket, *, send_s: float) -> None:
-    """Blocking, with timeouts by the kernel: then one call moves a whole slot, outside of the GIL."""
-    connection.settimeout(None)
+    """Blocking, with timeouts by the kernel: then one call moves a whole slot, outside of the GIL. TLS knows of no such
+    timeouts, and has one for each of its own calls."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(max(send_s, 0.001))
+        return
+    connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
 
 
 def wait(connection: socket.socket, seconds: float) -> None:
-    """How long each further receive may take in all."""
+    """How long each further receive may take in all; with TLS, each of its records."""
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(max(seconds, 0.001))
+        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
 
 def read(connection: socket.socket, count: int) -> bytes:
     """That many bytes. Raises EOFError when fewer came before the end or the timeout."""
-    found = connection.recv(count, socket.MSG_WAITALL)
-    if len(found) < count:
-        raise EOFError("the other side hung up")
-    return found
+    found = bytearray(count)
+    read_into(connection, memoryview(found))
+    return bytes(found)
+
+
+def read_into(connection: socket.socket, target: memoryview) -> None:
+    """As many bytes as `target` has. Raises EOFError when fewer came before the end or the timeout."""
+    if not isinstance(connection, ssl.SSLSocket):
+        if connection.recv_into(target, 0, socket.MSG_WAITALL) < len(target):
+            raise EOFError("the other side hung up")
+        return
+    at = 0
+    while at < len(target):
+        received = connection.recv_into(target[at:])
+        if not received:
+            raise EOFError("the other side hung up")
+        at += received
+
+
+def send_all(connection: socket.socket, parts: Sequence[memoryview]) -> bool:
+    """All of them, one after the other; False when the reader stalled."""
+    if isinstance(connection, ssl.SSLSocket):
+        for part in parts:
+            connection.sendall(part)
+        return True
+    # Blocking, so it sends all of it, unless the reader stalls.
+    return connection.sendmsg(parts) == sum(map(len, parts))
+
+
+def shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread may be using. TLS's own way would let that thread go on in plain text."""
+    socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def read_frame(connection: socket.socket) -> bytes:

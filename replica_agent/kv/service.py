@@ -72,6 +72,7 @@ class KvService:
                 host=settings.host,
                 port=settings.data_port,
                 advertise=settings.data_advertise,
+                tls=None if settings.tls is None else settings.tls.transport,
             )
         self.socket = EngineSocket(settings.kv_socket, self)
         self.keeper = PoolKeeper(
