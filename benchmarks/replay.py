@@ -37,7 +37,7 @@ CASES: dict[str, tuple[bool, dict[str, object]]] = {
     "late, spread": (True, LATE),
     "late, spread, 4 gateways": (True, {**LATE, "gateways": 4}),
 }
-"""Whether timestamps are spread over the clock's tick, and what gateways know."""
+"""Whether timestamps are spread over the clock's tick (the agents' are all different), and what gateways know."""
 
 
 def workload(rows: Rows, agents: bool, seed: int, spread: bool) -> Workload:
@@ -82,14 +82,17 @@ def main() -> None:
     options = parser.parse_args()
     for name, agents, seeds in (("mooncake_conversation_h1", False, 3), ("agentic_coding_a", True, 5)):
         rows = read([options.directory / f"{name}.jsonl.gz"])
+        best: dict[tuple[int, bool], tuple[Workload, Result]] = {}
         for case, (spread, known) in CASES.items():
             if options.only not in (None, case):
                 continue
             pairs = []
             for seed in range(seeds):
-                requests = workload(rows, agents, seed, spread)
-                ours = replay(requests, scenario(agents, seed, **known), options.policy)
-                pairs.append((ours, replay(requests, scenario(agents, seed), "one-big-cache")))
+                if (seed, spread) not in best:
+                    requests = workload(rows, agents, seed, spread)
+                    best[seed, spread] = requests, replay(requests, scenario(agents, seed), "one-big-cache")
+                requests, bound = best[seed, spread]
+                pairs.append((replay(requests, scenario(agents, seed, **known), options.policy), bound))
             found = {"trace": name, "case": case, "policy": options.policy, **compared(pairs)}
             print(json.dumps(found), flush=True)
             if options.out:

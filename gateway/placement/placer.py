@@ -40,6 +40,12 @@ class Placer:
     or whose oldest blocks nobody is likely to use again, is cheaper. What requests placed before will push out of the
     prompt itself before its turn counts as missing.
 
+    *Room to grow.* A short prompt after a hot prefix is as a rule a conversation's first, and will come back with more
+    if conversations here do (`ReuseCurve.growth`). It is then not kept with the prefix's holders for being short: all
+    that its traffic needs count as holders, and among those it has a home of its own. Eight conversations with one
+    system prompt on three replicas with room for five each computed half as much again as they must when they were kept
+    together until they evicted each other; so a tenth more (`tests/behaviours/test_placement.py`).
+
     *Spill.* When the best replica is not within its bounds, the next one in ring order that is, unless others that are
     cost less by more than the band: those hold a copy from an earlier spill. So a hot prefix is always copied to the
     same replicas, in the same order, and goes home when home is within its bounds. For that the price of eviction does
@@ -104,8 +110,11 @@ class Placer:
         best_cached = max(option.cached for option in usable)
         band = self.settings.band_tokens
         holders = [option for option in usable if option.cached > 0 and option.cached >= best_cached - band]
-        small = tokens - best_cached <= self.settings.prefill_chunk_tokens
-        keep = best_cached > band and (small or max(option.units for option in holders) >= split.depth)
+        chunk = self.settings.prefill_chunk_tokens
+        small = tokens - best_cached <= chunk
+        reached = bool(holders) and max(option.units for option in holders) >= split.depth
+        grows = small and split.hot > 0 and not reached and tokens - best_cached + self.evictions.reuse.growth > chunk
+        keep = best_cached > band and (reached or (small and not grows))
         # The depth of the walk's key. With a small remainder it depends on what is held alone, not on recent traffic:
         # the copies of a prefix are to be made in one order, before and after it is found to be hot.
         depth = boundary_at_most(min(option.units for option in holders)) if keep and small else split.depth
@@ -117,7 +126,7 @@ class Placer:
             start = _arc_start(held, len(walk))
         if fetch and self.settings.fetch and runs.served:
             self._plan_fetches(tokens, walk, exclude)
-        self._rank(identity, split, options, keep)
+        self._rank(identity, split, options, keep, best_cached if grows else 0)
 
         bounds = Bounds([option.view for option in usable], self.settings)
         for option in usable:
@@ -297,7 +306,9 @@ class Placer:
         # Prompts without a whole unit share nothing: spread them, the same way in every run.
         return xxhash.xxh3_64_intdigest(self._keyless.to_bytes(8, "little"))
 
-    def _rank(self, identity: PromptIdentity, split: Split, options: dict[str, Option], keep: bool) -> None:
+    def _rank(
+        self, identity: PromptIdentity, split: Split, options: dict[str, Option], keep: bool, shared: int
+    ) -> None:
         if identity.mode is IdentityMode.HASH:
             # What is held is not known: the ring alone decides, as long as the bounds allow.
             for option in options.values():
@@ -306,7 +317,7 @@ class Placer:
             for replica in self.ring.order(identity.keys[split.hot - 1], options)[: split.hot_replicas]:
                 option = options[replica]
                 block = option.view.block_tokens
-                credit = min(split.hot * identity.unit_tokens, identity.tokens - 1) // block * block
+                credit = min(max(split.hot * identity.unit_tokens, shared), identity.tokens - 1) // block * block
                 if credit > option.cached and option.claims is not Claims.NONE:
                     terms = self._cost.terms(option.view, identity.tokens, credit, option.evicted)
                     option.rank_s = min(option.rank_s, terms.total_s)

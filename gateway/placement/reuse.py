@@ -26,6 +26,8 @@ REFRESH = 16
 class ReuseCurve:
     """P(a block is used again | it has been idle for so long), from the gaps between uses of the same prefix.
 
+    And how much a conversation grows (`growth`): one goes on where the last prompt of it ended.
+
     Owns, per bucket of the logarithm of time, the tokens that were used again after such a gap, the tokens used in all,
     and when the last `TAILS` prompts ended in which block. Gaps of blocks that were evicted in between count as well:
     else what is evicted early would never look worth keeping. Counts are of tokens; nothing is forgotten.
@@ -34,6 +36,7 @@ class ReuseCurve:
     def __init__(self) -> None:
         self._again = [0.0] * BUCKETS
         self._used = 0.0
+        self._begun = self._grown = 0.0
         self._tails: OrderedDict[int, float] = OrderedDict()
         self._drawn = 0
         self._curve = [PRIOR_CHANCE] * BUCKETS
@@ -43,11 +46,15 @@ class ReuseCurve:
         `gap_s` ago."""
         tails = self._tails
         blocks = keys
-        for depth in range(len(blocks), held, -1):
+        for depth in range(len(blocks), 0, -1):
             at = tails.get(blocks[depth - 1])
             if at is not None:
-                held, gap_s = depth, now - at
+                self._grown += (len(blocks) - depth) * block_tokens
+                if depth > held:
+                    held, gap_s = depth, now - at
                 break
+        else:
+            self._begun += 1
         self._used += len(blocks) * block_tokens
         if held:
             self._again[_bucket(gap_s)] += held * block_tokens
@@ -59,6 +66,11 @@ class ReuseCurve:
         self._drawn += 1
         if self._drawn % REFRESH == 0:
             self._draw()
+
+    @property
+    def growth(self) -> float:
+        """Tokens that a conversation grows by after its first prompt, in the mean."""
+        return self._grown / self._begun if self._begun else 0.0
 
     def chance(self, idle_s: float) -> float:
         """For a block that has been idle for so long."""

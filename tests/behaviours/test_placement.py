@@ -306,3 +306,37 @@ def test_a_burst_with_one_prefix_stays_together():
     copies = {placement.replica for placement in burst}
     assert len(copies) == 3, "16 sequences are within 2 x mean + 2 once three of eight replicas have them"
     assert sum(placement.predicted_cached_tokens == 2992 for placement in burst) == 13
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_that_share_a_system_prompt_spread_so_that_all_fit(seed):
+    """Eight grow to 4,000 tokens side by side, on three replicas with room for four or five each."""
+    rng = random.Random(seed)
+    fleet = Fleet(3, speed=2000.0, capacity_blocks=1024)
+    system = prompt(99, 1300).keys
+    at = 0.0
+
+    def play(chats: list[array[int]], first: int) -> tuple[int, int]:
+        """Twelve turns of each; returns the tokens that were computed, and that had to be."""
+        nonlocal at
+        before = sum(engine.work for engine in fleet.engines.values())
+        for turn in range(12):
+            for chat in rng.sample(range(len(chats)), len(chats)):
+                grown = 16 * len(chats[chat]) + rng.randrange(150, 350)
+                chats[chat] = prompt(first + 100 * turn + chat, grown, shared=chats[chat]).keys
+                at += rng.uniform(0.2, 2.0)
+                fleet.advance(at)
+                hits = {engine.id: engine.hits for engine in fleet.engines.values()}
+                identity = PromptIdentity(mode=IdentityMode.EXACT, keys=chats[chat], tokens=16 * len(chats[chat]) + 3)
+                placement = fleet.submit(Request(at, identity, 30))
+                hit = fleet.engines[placement.replica].hits - hits[placement.replica]
+                assert placement.predicted_cached_tokens == hit
+        least = sum(16 * len(chat) for chat in chats) + 12 * 3 * len(chats)
+        return sum(engine.work for engine in fleet.engines.values()) - before, least
+
+    play([system, system], 10_000)  # so that it is known that conversations grow
+    computed, least = play([system] * 8, 20_000)
+    # Each computes its own part once; the system prompt is there, and is copied to the two other replicas at most.
+    least -= 16 * len(system) * 8
+    assert least < computed <= least + 16 * len(system) * 2 + 8 * 12 * 16
+    fleet.placer.check()

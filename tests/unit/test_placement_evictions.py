@@ -150,6 +150,15 @@ def test_the_chance_of_reuse_falls_once_the_usual_gap_is_over():
     assert curve.chance(1000.0) < 0.1
 
 
+def test_it_is_known_by_how_much_conversations_grow():
+    curve = ReuseCurve()
+    assert curve.growth == 0
+    _seen(curve, 10, 3, 100.0)
+    assert curve.growth == 3 * 4096, "a block a turn"
+    curve.observe(_keys(999), 4096, 0, 0.0, 1e3)
+    assert curve.growth == 30 * 4096 / 11
+
+
 def test_prompts_that_never_come_again_are_worth_nothing():
     curve = ReuseCurve()
     _seen(curve, 2000, 0, 1.0)

@@ -8,8 +8,9 @@ import pytest
 
 from gateway.errors import NoReplica
 from gateway.identity.prompt import IdentityMode, PromptIdentity
+from gateway.placement.claims import Claim
 from gateway.placement.index import PrefixIndex
-from gateway.placement.placement import Claims, Reason, ReplicaView
+from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
 from gateway.placement.placer import Placer, _arc_start
 from gateway.placement.settings import PlacementSettings
 from kvstore.identity import Namespace, token_keys
@@ -268,3 +269,33 @@ def test_the_next_copy_goes_to_the_rings_next_whatever_cache_has_room(placer, in
         placement = placer.place(identity, _views(**special))
         assert (placement.reason, placement.home) == (Reason.SPILL, first.replica)
         assert placement.replica == placement.ring[1]
+
+
+def test_what_is_about_to_be_evicted_is_not_predicted(placer, index):
+    old, new = _prompt(1, 1600), _prompt(2, 1600)
+    small = {"capacity_blocks": 150}
+
+    def place(identity: PromptIdentity, held: int) -> tuple[Placement, Claim]:
+        view = {"replica_0": {**small, "held_blocks": held}}
+        placement = placer.place(identity, _views(**view), pinned="replica-0")
+        return placement, placer.placed(placement, identity)
+
+    _, claim = place(old, 0)
+    _hold(index, "replica-0", old.keys)
+    placer.answered(claim)
+    place(new, 100)
+    # The other 100 blocks are on their way, and push out the last 50 of these.
+    assert place(old, 100)[0].predicted_cached_tokens == 800
+    placer.check()
+
+
+def test_an_answer_takes_room_as_well(placer, index):
+    identity = _prompt(1, 1600)
+    room = {"replica_0": {"capacity_blocks": 150, "held_blocks": 0}}
+    placement = placer.place(identity, _views(**room), pinned="replica-0")
+    placer.answered(placer.placed(placement, identity), 1600 + 321)
+    _hold(index, "replica-0", identity.keys)
+    full = {"replica_0": {"capacity_blocks": 150, "held_blocks": 120}}
+    other = placer.place(_prompt(2, 800), _views(**full), pinned="replica-0")
+    (candidate,) = [each for each in other.candidates if each.replica == "replica-0"]
+    assert candidate.eviction_s == pytest.approx(2 * 0.25 * 20 * 0.016), "20 blocks of an answer, as good as any"
