@@ -38,7 +38,7 @@ class Placer:
 
     *Eviction.* A full cache gives up what was used longest ago for what is new (`Evictions`). A replica that has room,
     or whose oldest blocks nobody is likely to use again, is cheaper. What requests placed before will push out of the
-    prompt itself before its turn counts as missing.
+    prompt itself before its turn counts as missing, unless the agent's pool holds more of it than the cache.
 
     *Room to grow.* A short prompt after a hot prefix is as a rule a conversation's first, and will come back with more
     if conversations here do (`ReuseCurve.growth`). It is then not kept with the prefix's holders for being short: all
@@ -245,7 +245,8 @@ class Placer:
                     if pending is not None:
                         units = max(units, pending.match(replica, keys, view.block_units))
                         blocks = -(-pending.fresh_units(replica) // view.block_units)
-                        if units and 0 < view.capacity_blocks < view.held_blocks + blocks:
+                        pooled = runs.usable.get(replica, 0) > runs.resident.get(replica, 0)
+                        if units and not pooled and 0 < view.capacity_blocks < view.held_blocks + blocks:
                             size = view.block_units
                             units = size * self.evictions.left(view, _blocks(view, keys), units // size, blocks)
                 else:
