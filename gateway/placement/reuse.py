@@ -41,18 +41,17 @@ class ReuseCurve:
         self._drawn = 0
         self._curve = [PRIOR_CHANCE] * BUCKETS
 
-    def observe(self, keys: Sequence[int], block_tokens: int, held: int, gap_s: float, now: float) -> None:
+    def observe(self, blocks: Sequence[int], block_tokens: int, held: int, gap_s: float, now: float) -> None:
         """A prompt with these blocks was placed, of which the first `held` are cached somewhere and were last used
         `gap_s` ago."""
         tails = self._tails
-        blocks = keys
-        for depth in range(len(blocks), 0, -1):
-            at = tails.get(blocks[depth - 1])
-            if at is not None:
-                self._grown += (len(blocks) - depth) * block_tokens
-                if depth > held:
-                    held, gap_s = depth, now - at
-                break
+        if ends := tails.keys() & blocks:  # looks at thousands of keys in C
+            depth = len(blocks)
+            while blocks[depth - 1] not in ends:
+                depth -= 1
+            self._grown += (len(blocks) - depth) * block_tokens
+            if depth > held:
+                held, gap_s = depth, now - tails[blocks[depth - 1]]
         else:
             self._begun += 1
         self._used += len(blocks) * block_tokens
