@@ -41,9 +41,11 @@ class Catalogue:
 
     An engine counts copies: a hash stored twice and removed once is still held. But vLLM also tells again what a
     request found cached (`kv_cache_report_mode` "full"), in events of the same form, and never that it is removed so
-    often. A run of several blocks from the first of a prompt on that were all held before the batch is taken for that:
-    an engine computes such a run again only for requests that must not read the cache. What is told again a block at a
-    time shows when there are more copies than `capacity_blocks` in HBM: then each hash counts once.
+    often. A run from the first block of a prompt on that was all held before the batch is taken for that, where it has
+    several blocks or is followed by its child: an engine computes such a run again only for requests that must not read
+    the cache. A first block alone can be either; it counts, and the doubt is remembered: when there are more copies in
+    HBM than `capacity_blocks`, all that were in doubt are taken off.
+
     Several hashes may lead to one RouteKey (same tokens, hashed differently); a key is held in a tier while any of them
     is. Only one group of a hybrid model is followed, the first of full attention.
 
@@ -80,7 +82,7 @@ class Catalogue:
         self._waiting: dict[EngineHash, dict[EngineHash, None]] = {}
         self._unnamed = 0
         self._hbm_copies = 0
-        self._doubled: dict[EngineHash, None] = {}
+        self._doubted: dict[EngineHash, int] = {}
         self._fresh: set[EngineHash] = set()
 
     def sweep(self, limit: int) -> bool:
@@ -145,9 +147,11 @@ class Catalogue:
     def apply(self, events: Iterable[Event]) -> None:
         """Takes in the events of one batch, in order."""
         self._fresh.clear()
-        for event in events:
+        batch = list(events)
+        for at, event in enumerate(batch):
             if isinstance(event, BlockStored):
-                self._store(event)
+                held = event.parent is None and event.tier is Tier.HBM and self._were_held(event.hashes)
+                self._store(event, held=held, goes_on=held and _goes_on(batch, at))
             elif isinstance(event, BlockRemoved):
                 if event.group == (self._group or 0):
                     for engine_hash in event.hashes:
@@ -178,7 +182,8 @@ class Catalogue:
             changes += held.take(limit - _blocks_in(changes))
         return changes
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: BlockStored, *, held: bool, goes_on: bool) -> None:
+        """`held`: a run from a first block on that was all held before; `goes_on`: the batch has its child next."""
         if event.group != self._group:
             if self._group is not None or not (event.full or event.group == 0):
                 return
@@ -187,7 +192,7 @@ class Catalogue:
             self.block_size = event.block_size
         block_bytes = event.block_size * TOKEN_BYTES
         parent = event.parent
-        told_again = parent is None and event.tier is Tier.HBM and self._were_held(event.hashes)
+        told_again = held and (goes_on or len(event.hashes) > 1)
         self._told_again += told_again
         for index, engine_hash in enumerate(event.hashes):
             block = self._blocks.get(engine_hash)
@@ -205,15 +210,16 @@ class Catalogue:
             parent = engine_hash
         while len(self._orphans) > self._max_orphans:
             self._forget(next(iter(self._orphans)))
+        if held and not told_again:
+            for engine_hash in event.hashes:
+                self._doubted[engine_hash] = self._doubted.get(engine_hash, 0) + 1
         if self._hbm_copies > self.capacity_blocks > 0:
             self._take_off_surplus()
 
     def _were_held(self, hashes: list[EngineHash]) -> bool:
-        """Whether these are several blocks that were all in HBM before this batch."""
+        """Whether all of these were in HBM before this batch."""
         blocks, fresh = self._blocks, self._fresh
-        return len(hashes) > 1 and all(
-            each not in fresh and each in blocks and blocks[each].copies_in(Tier.HBM) for each in hashes
-        )
+        return all(each not in fresh and each in blocks and blocks[each].copies_in(Tier.HBM) for each in hashes)
 
     def _identify(self, engine_hash: EngineHash, block: Block, event: BlockStored, index: int) -> None:
         """Names `block` and everything that waited for it, or says what it waits for."""
@@ -268,8 +274,10 @@ class Catalogue:
         left = block.copies_in(place)
         if place == Tier.HBM:
             self._hbm_copies -= 1
-            if left == 1:
-                del self._doubled[engine_hash]
+            if self._doubted.get(engine_hash, 0) > left:
+                self._doubted[engine_hash] = left
+            if not left:
+                self._doubted.pop(engine_hash, None)
         if left:
             return
         if block.state == NAMED:
@@ -286,20 +294,14 @@ class Catalogue:
             self._hbm_copies += 1
             if copies == 1:
                 self._fresh.add(engine_hash)
-            elif copies == 2:
-                self._doubled[engine_hash] = None
 
     def _take_off_surplus(self) -> None:
-        # Whose copies are too many cannot be known. To count one too few costs a hit, at worst until the block is
-        # stored again; one too many is a promise that is not kept.
-        self._taken_off += self._hbm_copies
-        for engine_hash in self._doubled:
-            block = self._blocks[engine_hash]
-            surplus = block.copies_in(Tier.HBM) - 1
-            block.copies -= surplus << COPIES_BITS * Tier.HBM
-            self._hbm_copies -= surplus
-        self._doubled.clear()
-        self._taken_off -= self._hbm_copies
+        # One copy too few costs a hit, at worst until the block is stored again; one too many is a promise not kept.
+        doubted, self._doubted = self._doubted, {}
+        for engine_hash, count in doubted.items():
+            self._taken_off += count
+            for _ in range(count):
+                self._remove(engine_hash, Tier.HBM)
 
     def _drop(self, engine_hash: EngineHash, block: Block) -> None:
         del self._blocks[engine_hash]
@@ -319,7 +321,7 @@ class Catalogue:
         self._forgotten += 1
         block = self._blocks[engine_hash]
         self._hbm_copies -= block.copies_in(Tier.HBM)
-        self._doubled.pop(engine_hash, None)
+        self._doubted.pop(engine_hash, None)
         self._drop(engine_hash, block)
 
     def _clear(self, event: AllCleared) -> None:
@@ -339,7 +341,7 @@ class Catalogue:
             assert any(counts), f"{engine_hash!r} is kept without a copy"
             assert block.copies >> COPIES_BITS * len(_PLACES) == 0, f"{engine_hash!r} has {counts} copies"
             assert counts[_POOL] == (engine_hash in self._pooled)
-            assert (counts[Tier.HBM] > 1) == (engine_hash in self._doubled)
+            assert 0 <= self._doubted.get(engine_hash, 0) <= counts[Tier.HBM]
             copies += counts[Tier.HBM]
             assert (block.state == ORPHAN) == (engine_hash in self._orphans)
             if block.state == ORPHAN and block.parent is not None:
@@ -349,11 +351,25 @@ class Catalogue:
                     if counts[place]:
                         holders[tier][block.key] = holders[tier].get(block.key, 0) + 1
         assert copies == self._hbm_copies
-        assert self._doubled.keys() <= self._blocks.keys()
+        assert self._doubted.keys() <= self._blocks.keys()
         assert self._unnamed == sum(block.state == UNNAMED for block in self._blocks.values())
         assert sum(len(children) for children in self._waiting.values()) <= len(self._orphans) <= self._max_orphans
         for tier, held in self._held.items():
             held.check(holders[tier])
+
+
+def _goes_on(batch: list[Event], at: int) -> bool:
+    """Whether the next run of the same group is the child of this one, which is not removed before."""
+    event = batch[at]
+    assert isinstance(event, BlockStored)
+    for following in batch[at + 1 :]:
+        if isinstance(following, AllCleared) or following.group != event.group:
+            continue
+        if isinstance(following, BlockStored):
+            return following.parent == event.hashes[-1]
+        if event.hashes[-1] in following.hashes:
+            return False
+    return False
 
 
 def _blocks_in(changes: list[Change]) -> int:

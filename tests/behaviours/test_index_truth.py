@@ -232,7 +232,7 @@ async def test_what_is_told_again_is_no_copy() -> None:
         await until(lambda: replica.catalogue.capacity_blocks == 3)
         for _ in range(3):
             publisher.publish(stored([9], tokens_of(9)))
-        publisher.publish(stored([8], tokens_of(8)), removed(9))
+        publisher.publish(removed(9), stored([8], tokens_of(8)))
         await until(lambda: mirror.hbm == set(chain_of([8])))
         assert (replica.catalogue.counts.told_again, replica.catalogue.counts.surplus) == (5, 3)
         assert replica.resyncs.total() == 0

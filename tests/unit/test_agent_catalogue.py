@@ -168,21 +168,31 @@ def test_a_run_that_was_computed_twice_is(again: list[BlockStored], why: str) ->
     assert subject.counts.told_again == 0
 
 
-def test_more_copies_than_there_is_room_for_are_taken_off() -> None:
-    """Told again one block at a time, nothing distinguishes it from a second copy, until there are too many."""
+def test_a_first_block_that_is_told_again_with_its_child_is_no_second_copy() -> None:
     subject = catalogue()
-    subject.capacity_blocks = 4
+    subject.apply([store([1], [1])])
+    subject.apply([store([1], [1]), store([5], [5], group=1), store([2], [2], parent=1)])
+    assert subject.counts.told_again == 1
+    subject.apply([remove(1)])
+    assert subject.held(Tier.HBM)[0] == chain_of([1, 2])[1:]
+
+
+def test_more_copies_than_there_is_room_for_are_taken_off() -> None:
+    """A first block told again alone cannot be told from a second copy, until there are too many copies."""
+    subject = catalogue()
+    subject.capacity_blocks = 5
     subject.apply([store([1, 2], [1, 2])])
+    subject.apply([store([2], [2], parent=1)])
     for _ in range(2):
         subject.apply([store([1], [1])])
     subject.apply([remove(1)])
     assert keys(subject) == set(chain_of([1, 2])), "it may be held yet"
     subject.apply([store([3], [3], parent=2)])
-    assert subject.counts.surplus == 0
+    assert (keys(subject), subject.counts.surplus) == (set(chain_of([1, 2, 3])), 0)
     subject.apply([store([4], [4], parent=3)])
-    assert (keys(subject), subject.counts.surplus) == (set(chain_of([1, 2, 3, 4])), 1)
-    subject.apply([remove(1)])
-    assert keys(subject) == set(chain_of([1, 2, 3, 4])[1:])
+    assert (keys(subject), subject.counts.surplus) == (set(chain_of([1, 2, 3, 4])[1:]), 2)
+    subject.apply([remove(2)])
+    assert keys(subject) == set(chain_of([1, 2, 3, 4])[1:]), "a second copy of which there was no doubt"
 
 
 def test_two_hashes_of_one_prefix_are_one_key() -> None:
