@@ -55,7 +55,8 @@ class ClaimingEngine(EngineStandIn):
     """Answers completions, caches their blocks and publishes what it stores; a test makes it lie.
 
     `held` is its cache. What it says it had is what `held` has of a prompt, so `held.clear()` is a silent clear. With
-    `restores` it publishes every block of every prompt, whether it had it or not, and `evict` removes each once.
+    `restores` it publishes every block of every prompt, whether it had it or not, the first one in a batch of its own,
+    so that nobody can tell it from one that was computed twice; and `evict` removes each once.
     `before_turn` is awaited between a request's arrival and its turn.
     """
 
@@ -109,7 +110,11 @@ class ClaimingEngine(EngineStandIn):
             await self.before_turn()
         cached = self.match(tokens)
         self.held |= set(self.hashes(tokens))
-        self.publish(tokens, 0 if self.restores else cached // self.block)
+        if self.restores:
+            self.publish(tokens[: self.block])
+            self.publish(tokens, 1)
+        else:
+            self.publish(tokens, cached // self.block)
         usage = {
             "prompt_tokens": len(tokens),
             "completion_tokens": 1,
