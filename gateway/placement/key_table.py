@@ -163,18 +163,19 @@ class KeyTable:
     # buckets
 
     def _grow(self, count: int) -> None:
+        self._debt += count
+        while self._old is not None and (
+            self._debt >= MOVED_BUCKETS or self._table.used + count > FULL * self._table.slots
+        ):
+            self._move()
+        # Only now: a table that filled up while it was taking the place of another may be too small already.
         if self._old is None and self._table.crowded(count):
             bits = LEAST_BITS
             while len(self) + count > ROOM * (LANES << bits) and self.capacity > FULL * (LANES << bits):
                 bits += 1
             self._old, self._moved = self._table, 0
             self._table = _Buckets(bits, self.keys)
-            self._debt = 0
-        self._debt += count
-        while self._old is not None and (
-            self._debt >= MOVED_BUCKETS or self._table.used + count > FULL * self._table.slots
-        ):
-            self._move()
+            self._debt = count
 
     def _move(self) -> None:
         assert self._old is not None

@@ -75,3 +75,13 @@ def test_a_table_fits_into_what_it_is_said_to_fit_into():
         assert table.room == 0
         assert len(table) == rows > limit / 60
     assert rows_fitting(LANES << LEAST_BITS, 8) == 0
+
+
+def test_a_table_that_fills_up_before_it_has_taken_the_place_of_another_grows_again():
+    table, keys = KeyTable(100_000), np.arange(1, 60_000, dtype=np.uint64)
+    for begin, end in ((0, 600), (600, 700), (700, 5_000), (5_000, 5_100), (5_100, 50_000)):
+        rows, absent = table.add(keys[begin:end])
+        assert absent.size == end - begin
+        assert (table.find(keys[begin:end]) == rows).all()
+        table.check()
+    assert len(table) == 50_000
