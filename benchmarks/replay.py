@@ -1,6 +1,6 @@
 """Placement on recorded traffic against one cache of all replicas' size: the figures that placement is held to.
 
-    python benchmarks/replay.py DIRECTORY [--only late] [--out benchmarks/results/replay.jsonl]
+    python benchmarks/replay.py DIRECTORY [--trace agentic] [--only late] [--out benchmarks/results/replay.jsonl]
 
 DIRECTORY holds the traces (`mooncake_conversation_h1.jsonl.gz`, `agentic_coding_a.jsonl.gz`). 8 replicas of an 8B
 model, 1,000,000 tokens of KV each: chats at half load, seeds 0 to 2, and agents, 12 sessions a replica in closed loop,
@@ -77,10 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", choices=CASES, help="one case")
+    parser.add_argument("--trace", help="one trace, by the beginning of its name")
     parser.add_argument("--policy", default="ours")
     parser.add_argument("--out", type=Path, help="append a JSON object a line")
     options = parser.parse_args()
     for name, agents, seeds in (("mooncake_conversation_h1", False, 3), ("agentic_coding_a", True, 5)):
+        if not name.startswith(options.trace or ""):
+            continue
         rows = read([options.directory / f"{name}.jsonl.gz"])
         best: dict[tuple[int, bool], tuple[Workload, Result]] = {}
         for case, (spread, known) in CASES.items():
