@@ -21,8 +21,8 @@ _PLACES = (*TIERS, Tier.DRAM)
 
 
 class CatalogueCounts(msgspec.Struct, frozen=True):
-    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and, so far, orphans forgotten, events
-    that told again what was held, and copies taken off because the engine has no room for so many."""
+    """Sizes, for metrics: engine hashes held, of these orphans and unnamed ones; and, so far, orphans forgotten, blocks
+    told again that were held, and copies taken off because the engine has no room for so many."""
 
     hashes: int
     orphans: int
@@ -41,10 +41,10 @@ class Catalogue:
 
     An engine counts copies: a hash stored twice and removed once is still held. But vLLM also tells again what a
     request found cached (`kv_cache_report_mode` "full"), in events of the same form, and never that it is removed so
-    often. A run from the first block of a prompt on that was all held before the batch is taken for that, where it has
-    several blocks or is followed by its child: an engine computes such a run again only for requests that must not read
-    the cache. A first block alone can be either; it counts, and the doubt is remembered: when there are more copies in
-    HBM than `capacity_blocks`, all that were in doubt are taken off.
+    often. What was held before the batch and comes in a run from the first block of a prompt on is taken for that,
+    where the run has several blocks or is followed by its child: an engine computes such blocks again only for requests
+    that must not read the cache. A first block alone can be either; it counts, and the doubt is remembered: when there
+    are more copies in HBM than `capacity_blocks`, all that were in doubt are taken off.
 
     Several hashes may lead to one RouteKey (same tokens, hashed differently); a key is held in a tier while any of them
     is. Only one group of a hybrid model is followed, the first of full attention.
@@ -150,8 +150,8 @@ class Catalogue:
         batch = list(events)
         for at, event in enumerate(batch):
             if isinstance(event, BlockStored):
-                held = event.parent is None and event.tier is Tier.HBM and self._were_held(event.hashes)
-                self._store(event, held=held, goes_on=held and _goes_on(batch, at))
+                first = event.parent is None and event.tier is Tier.HBM
+                self._store(event, run=first and (len(event.hashes) > 1 or _goes_on(batch, at)), first=first)
             elif isinstance(event, BlockRemoved):
                 if event.group == (self._group or 0):
                     for engine_hash in event.hashes:
@@ -182,8 +182,8 @@ class Catalogue:
             changes += held.take(limit - _blocks_in(changes))
         return changes
 
-    def _store(self, event: BlockStored, *, held: bool, goes_on: bool) -> None:
-        """`held`: a run from a first block on that was all held before; `goes_on`: the batch has its child next."""
+    def _store(self, event: BlockStored, *, first: bool, run: bool) -> None:
+        """`first`: begins with a prompt's first block, in HBM; `run`: and does not end with it."""
         if event.group != self._group:
             if self._group is not None or not (event.full or event.group == 0):
                 return
@@ -192,8 +192,6 @@ class Catalogue:
             self.block_size = event.block_size
         block_bytes = event.block_size * TOKEN_BYTES
         parent = event.parent
-        told_again = held and (goes_on or len(event.hashes) > 1)
-        self._told_again += told_again
         for index, engine_hash in enumerate(event.hashes):
             block = self._blocks.get(engine_hash)
             if block is None:
@@ -205,21 +203,18 @@ class Catalogue:
                 block.parent = parent
                 block.tokens = event.tokens[index * block_bytes : (index + 1) * block_bytes]
                 self._identify(engine_hash, block, event, index)
-            if not told_again:
+            again = first and engine_hash not in self._fresh and bool(block.copies_in(Tier.HBM))
+            if again and run:
+                self._told_again += 1
+            else:
                 self._add_copy(engine_hash, block, event.tier)
+                if again:
+                    self._doubted[engine_hash] = self._doubted.get(engine_hash, 0) + 1
             parent = engine_hash
         while len(self._orphans) > self._max_orphans:
             self._forget(next(iter(self._orphans)))
-        if held and not told_again:
-            for engine_hash in event.hashes:
-                self._doubted[engine_hash] = self._doubted.get(engine_hash, 0) + 1
         if self._hbm_copies > self.capacity_blocks > 0:
             self._take_off_surplus()
-
-    def _were_held(self, hashes: list[EngineHash]) -> bool:
-        """Whether all of these were in HBM before this batch."""
-        blocks, fresh = self._blocks, self._fresh
-        return all(each not in fresh and each in blocks and blocks[each].copies_in(Tier.HBM) for each in hashes)
 
     def _identify(self, engine_hash: EngineHash, block: Block, event: BlockStored, index: int) -> None:
         """Names `block` and everything that waited for it, or says what it waits for."""

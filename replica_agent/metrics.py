@@ -36,7 +36,7 @@ class ReplicaCollector(Collector):
             ("replays", "Replays asked of the engine.", counts.replays),
             ("failed_replays", "Replays that the engine did not answer.", counts.failed_replays),
             ("orphans_forgotten", "Blocks without a known chain dropped for want of room.", catalogue.forgotten),
-            ("told_again", "Events that told again what was held (kv_cache_report_mode full).", catalogue.told_again),
+            ("told_again", "Blocks told again that were held (kv_cache_report_mode full).", catalogue.told_again),
             ("surplus_copies", "Copies of blocks taken off: more than the engine has room for.", catalogue.surplus),
             ("dropped_streams", "Report streams closed because the gateway lagged.", hub.overruns),
             ("load_announcements", "Loads that gateways announced.", replica.gateways.announcements),

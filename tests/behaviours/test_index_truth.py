@@ -234,7 +234,7 @@ async def test_what_is_told_again_is_no_copy() -> None:
             publisher.publish(stored([9], tokens_of(9)))
         publisher.publish(removed(9), stored([8], tokens_of(8)))
         await until(lambda: mirror.hbm == set(chain_of([8])))
-        assert (replica.catalogue.counts.told_again, replica.catalogue.counts.surplus) == (5, 3)
+        assert (replica.catalogue.counts.told_again, replica.catalogue.counts.surplus) == (15, 3)
         assert replica.resyncs.total() == 0
 
 
