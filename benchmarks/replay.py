@@ -37,7 +37,7 @@ CASES: dict[str, tuple[bool, dict[str, object]]] = {
     "late, spread": (True, LATE),
     "late, spread, 4 gateways": (True, {**LATE, "gateways": 4}),
 }
-"""Whether timestamps are spread over the clock's tick (the agents' are all different), and what gateways know."""
+"""Whether timestamps are spread over the clock's tick, and what gateways know."""
 
 
 def workload(rows: Rows, agents: bool, seed: int, spread: bool) -> Workload:
