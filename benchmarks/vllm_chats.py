@@ -114,7 +114,9 @@ async def nginx(method: str, servers: Sequence[VllmServer], options: argparse.Na
             f"http {{ access_log off; client_max_body_size 64m; client_body_buffer_size 1m;\n"
             f"  client_body_temp_path {directory}/body; proxy_temp_path {directory}/proxy;\n"
             f"  fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n"
-            f"  scgi_temp_path {directory}/s; upstream replicas {{ {method} {upstreams} keepalive 32; }}\n"
+            f"  scgi_temp_path {directory}/s; upstream replicas {{\n"
+            # Less than the 5 s of vLLM's own server, or a request meets a connection that is being closed: a 502.
+            f"    {method} {upstreams} keepalive 32; keepalive_timeout 3s; }}\n"
             f"  server {{ listen {HOST}:{port}; location / {{ proxy_pass http://replicas; proxy_http_version 1.1;\n"
             f'    proxy_set_header connection ""; proxy_buffering off; proxy_read_timeout 600s; }} }} }}\n'
         )
