@@ -74,4 +74,6 @@ async def test_source_with_a_door_that_is_killed_and_starts_again(tmp_path: Path
             await source.start()
             await source.ready()
             await until(lambda: one.connected, "its own engine is back")
+            peers = reader.kv.peers
+            await until(lambda: all(end <= peers._clock() for end, _ in peers._refused.values()), "asked again")
             await fetched(source, one, two, reader, 3)
