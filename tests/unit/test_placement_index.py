@@ -6,6 +6,7 @@ import random
 from array import array
 
 import pytest
+from index_picture import Picture
 
 from gateway.placement.index import PrefixIndex
 from kvstore.identity import Namespace, token_keys
@@ -56,33 +57,6 @@ class NaiveIndex:
         return {replica for replica, held in self.held.items() if (tier, key) in held}
 
 
-class Recorder:
-    """A listener that keeps its own picture of the index from what it is told."""
-
-    def __init__(self) -> None:
-        self.bits: dict[str, int] = {}
-        self.masks: dict[tuple[Tier, int], int] = {}
-
-    def replica_added(self, replica, bit):
-        assert bit not in self.bits.values()
-        self.bits[replica] = bit
-
-    def replica_removed(self, replica, bit):
-        assert self.bits.pop(replica) == bit
-        assert not any(mask & bit for mask in self.masks.values())
-
-    def holders_changed(self, change):
-        assert self.bits[change.replica] == change.bit
-        keys = change.keys.tolist()
-        assert len(set(keys)) == len(keys) > 0
-        for at, key in enumerate(keys):
-            others = sum(int(masks[at]) << 64 * word for word, masks in change.others)
-            with_it = others | change.bit
-            before, after = (others, with_it) if change.gained else (with_it, others)
-            assert self.masks.get((change.tier, key), 0) == before
-            self.masks[change.tier, key] = after
-
-
 def _documents(rng: random.Random, count: int) -> list[array]:
     """Unit keys of prompts that share prefixes of random length."""
     prompts: list[list[int]] = [[rng.randrange(1000) for _ in range(16 * rng.randrange(1, 30))]]
@@ -97,7 +71,7 @@ def _documents(rng: random.Random, count: int) -> list[array]:
 @pytest.mark.parametrize("seed", range(4))
 def test_it_equals_a_naive_twin_under_random_changes(seed):
     rng = random.Random(seed)
-    index, naive, recorder = PrefixIndex(), NaiveIndex(), Recorder()
+    index, naive, recorder = PrefixIndex(), NaiveIndex(), Picture()
     index.add_listener(recorder)
     documents = _documents(rng, 25)
     units = {f"replica-{i}": rng.choice([1, 1, 2, 4]) for i in range(9)}
