@@ -9,6 +9,7 @@ import msgspec
 from kvstore.identity import TOKEN_BYTES, UNIT_TOKENS, Namespace, chain, pack_keys
 from kvstore.messages import MAX_CHANGED_BLOCKS, ROOT_PARENT, SHARDS, Change, Cleared, Stored, Tier
 from replica_agent.block import COPIES_BITS, NAMED, ORPHAN, UNNAMED, Block, names_of, salt_of
+from replica_agent.cast_off import CastOff
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EngineHash, Event
 from replica_agent.held import HeldKeys
 
@@ -62,7 +63,7 @@ class Catalogue:
         """Blocks that the engine's HBM has room for; 0 while unknown."""
         self._pooled: set[EngineHash] = set()
         self._held = {tier: HeldKeys(tier) for tier in TIERS}
-        self._cast_off: list[dict[EngineHash, Block]] = []
+        self._cast_off = CastOff()
         self._blocks: dict[EngineHash, Block] = {}
         self.reset(model)
 
@@ -76,7 +77,7 @@ class Catalogue:
     def _empty(self, *, tell: bool) -> None:
         for held in self._held.values():
             held.clear(tell=tell)
-        self._cast_off.append(self._blocks)
+        self._cast_off.add((self._blocks,))
         self._blocks = {}
         self._orphans: dict[EngineHash, None] = {}
         self._waiting: dict[EngineHash, dict[EngineHash, None]] = {}
@@ -88,14 +89,7 @@ class Catalogue:
     def sweep(self, limit: int) -> bool:
         """Frees about `limit` entries of what a reset or a clear left behind; whether there is more."""
         left = [held.sweep(limit) for held in self._held.values()]
-        while self._cast_off and limit > 0:
-            last = self._cast_off[-1]
-            for _ in range(min(limit, len(last))):
-                last.popitem()
-                limit -= 1
-            if not last:
-                self._cast_off.pop()
-        return any(left) or bool(self._cast_off)
+        return self._cast_off.sweep(limit) or any(left)
 
     @property
     def blocks(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 from kvstore.identity import pack_keys
 from kvstore.messages import SHARDS, Change, Cleared, Removed, Stored, Tier, digest_of, shard_of
+from replica_agent.cast_off import CastOff
 
 _MASK = (1 << 64) - 1
 
@@ -16,7 +16,7 @@ class HeldKeys:
 
     Several engine hashes can lead to one key (the same tokens, hashed differently): it is held while any of them is.
     Owned and mutated by one `Catalogue`. `digest` is kept, not computed. What is cleared is let go of at once and freed
-    by `sweep`, a piece at a time: freeing a million keys holds an event loop for a tenth of a second.
+    by `sweep`, a piece at a time.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -25,7 +25,7 @@ class HeldKeys:
         self._more: dict[int, int] = {}
         self._changed: dict[int, bool] = {}
         self._cleared = False
-        self._cast_off: list[dict[int, Any]] = []
+        self._cast_off = CastOff()
         self._sum = 0
         self.count = 0
 
@@ -72,7 +72,7 @@ class HeldKeys:
 
     def clear(self, *, tell: bool) -> None:
         """Nothing is held any more. Whoever begins a new epoch need not be told."""
-        self._cast_off += [*filter(None, self._shards), self._more, self._changed]
+        self._cast_off.add((*self._shards, self._more, self._changed))
         self._cleared = tell and (self._cleared or bool(self.count) or bool(self._changed))
         self._shards = [{} for _ in range(SHARDS)]
         self._more, self._changed = {}, {}
@@ -80,14 +80,7 @@ class HeldKeys:
 
     def sweep(self, limit: int) -> bool:
         """Frees about `limit` keys of what was cleared; whether more are left."""
-        while self._cast_off and limit > 0:
-            last = self._cast_off[-1]
-            for _ in range(min(limit, len(last))):
-                last.popitem()
-                limit -= 1
-            if not last:
-                self._cast_off.pop()
-        return bool(self._cast_off)
+        return self._cast_off.sweep(limit)
 
     def size(self, shard: int) -> int:
         """Keys in one shard."""
