@@ -27,7 +27,7 @@ import uvicorn
 import uvloop
 from stamp import stamp
 
-from gateway.fleet.agent_access import agent_client
+from gateway.fleet.agent_access import agent_access, agent_client
 from gateway.fleet.announcer import Announcer
 from gateway.fleet.inflight import InFlight, Ticket
 from gateway.fleet.others import GatewayId
@@ -111,7 +111,7 @@ async def _gateway(
     replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url), me=me)
     index = PrefixIndex(1 << 24)
     index.add_replica("r")
-    client = agent_client(Settings())
+    client = agent_client(agent_access(Settings()))
 
     async def ignore(*_: object) -> None:
         pass

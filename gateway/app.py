@@ -19,7 +19,7 @@ from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.recomputed import Recompute
 from gateway.duplication.report import Reporter
-from gateway.fleet.agent_access import agent_client
+from gateway.fleet.agent_access import agent_access, agent_client
 from gateway.fleet.engine_health import EngineHealth
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.fetches import Fetches
@@ -41,6 +41,7 @@ from gateway.placement.placer import Placer
 from gateway.placement.settings import PlacementSettings
 from gateway.placement.trust import Trust
 from gateway.settings import Settings, TelemetrySettings
+from gateway.state_metrics import StateCollector
 from kvstore.messages import FetchRecord
 
 HISTORY_EVERY_S = 10.0
@@ -55,7 +56,8 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
-        self._agents = agent_client(settings)
+        access = agent_access(settings)
+        self._agents = agent_client(access)
         self._engines = EngineHttp()
         self._identifier = Identifier(seed=settings.placement.route_seed, deadline_s=limits.identity_timeout_s)
         self._upstream = Upstream(
@@ -84,7 +86,7 @@ class Gateway:
             on_quarantine=lambda replica, why: self.fleet.resync(replica, why),
         )
         index.add_listener(trust)
-        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._agents, fetches, trust)
+        self.fleet = Fleet(settings, index, ledger, self._profiles, health, self._agents, fetches, trust, access)
 
         receipts = Receipts(settings.telemetry.receipts)
         identify = Identify(self._identifier, self.fleet)
@@ -107,7 +109,11 @@ class Gateway:
         if not settings.observe_only:
             path = RequestPath(self.admission, identify, place, forward, account)
 
-        metrics.watch(self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates, self._recompute)
+        metrics.registry.register(
+            StateCollector(
+                self.fleet, index, ledger, self._identifier, identify, self._profiles, hit_rates, self._recompute
+            )
+        )
         self._load = Load(placer.settings)
         reporter = Reporter(
             ledger,

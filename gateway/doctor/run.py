@@ -9,7 +9,7 @@ from gateway.doctor.comparison import compare
 from gateway.doctor.engine_check import EngineCheck
 from gateway.doctor.findings import Patient
 from gateway.doctor.report import Diagnosis, diagnose
-from gateway.fleet.agent_access import agent_client
+from gateway.fleet.agent_access import agent_access, agent_client
 from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_http import EngineHttp
 from gateway.fleet.replica import Replica
@@ -27,7 +27,7 @@ async def examine_all(settings: Settings, *, probe: bool, timeout_s: float) -> D
     patients = [Patient(Replica(each, accesses[each.id])) for each in settings.replicas]
     engines = EngineHttp()
     try:
-        async with agent_client(settings) as client:
+        async with agent_client(agent_access(settings)) as client:
             engine_check = EngineCheck(engines, probe=probe, timeout_s=timeout_s)
             agent_check = AgentCheck(
                 client,

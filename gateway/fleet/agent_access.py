@@ -35,14 +35,13 @@ def agent_access(settings: Settings) -> AgentAccess:
     return AgentAccess(context, tls.server_name)
 
 
-def agent_client(settings: Settings) -> httpx.AsyncClient:
-    """A client for every agent of a deployment; see `agent_access`.
+def agent_client(access: AgentAccess) -> httpx.AsyncClient:
+    """A client for every agent of a deployment.
 
     Every report stream holds a connection of its own, so no limit of a pool applies. On aiohttp's transport a frame of
     a report stream costs some 200 us of CPU until it has been read, with httpcore's 330, and a bare socket 180
     (`benchmarks/README.md`, load exchange); agents send up to 200 of them a second.
     """
-    access = agent_access(settings)
 
     def session() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from gateway.duplication.ledger import Ledger
-from gateway.fleet.agent_access import agent_access
+from gateway.fleet.agent_access import AgentAccess
 from gateway.fleet.announcer import Announcer
 from gateway.fleet.engine_access import engine_accesses
 from gateway.fleet.engine_health import EngineHealth
@@ -38,7 +38,8 @@ INITIAL_PREFILL_TOKENS_PER_S = 2_000.0
 class Fleet:
     """Owns the replicas and the tasks that watch them; `run` keeps all of it true until cancelled.
 
-    Making one reads the engines' keys and certificates, and raises SettingsError for those that cannot be used.
+    Making one reads the engines' keys and certificates, and raises SettingsError for those that cannot be used. With
+    `agents` those that are reached by https are told of this gateway's load.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Fleet:
         client: httpx.AsyncClient,
         fetches: Fetches,
         trust: Trust | None = None,
+        agents: AgentAccess | None = None,
     ) -> None:
         self._index = index
         self._ledger = ledger
@@ -58,7 +60,7 @@ class Fleet:
         self.trust = trust or Trust()
         self.failed_tokens = fetches.failed_tokens
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
-        accesses, access = engine_accesses(settings), agent_access(settings)
+        accesses = engine_accesses(settings)
         self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
         self.replicas = {each.id: Replica(each, accesses[each.id], self.me) for each in settings.replicas}
         self.streams: dict[str, ReportStream] = {}
@@ -79,7 +81,7 @@ class Fleet:
                     on_heartbeat=self.trust.heard,
                 )
                 self.announcers[replica.id] = Announcer(
-                    replica, replica.agent, self.me, token=settings.agent_token, access=access
+                    replica, replica.agent, self.me, token=settings.agent_token, access=agents
                 )
 
     async def run(self) -> None:

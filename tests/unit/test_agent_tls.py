@@ -16,7 +16,7 @@ from test_kv_peer_client import asking
 from tls_support import ENGINE_NAME, Pki
 
 from gateway.errors import SettingsError
-from gateway.fleet.agent_access import agent_client
+from gateway.fleet.agent_access import agent_access, agent_client
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
 from gateway.placement.index import PrefixIndex
@@ -43,7 +43,7 @@ async def encrypted(pki: Pki, *flags: str, engine: str = "http://127.0.0.1:1") -
 
         async def up() -> bool:
             assert process.returncode is None
-            async with agent_client(gateway(url, ca_file=pki.ca_file, server_name=ENGINE_NAME)) as client:
+            async with agent_client(agent_access(gateway(url, ca_file=pki.ca_file, server_name=ENGINE_NAME))) as client:
                 with contextlib.suppress(httpx.HTTPError):
                     return (await client.get(f"{url}/health")).status_code == 200
             return False
@@ -59,7 +59,7 @@ def gateway(url: str, **tls: str) -> Settings:
 
 
 async def ask(url: str, **tls: str) -> httpx.Response:
-    async with agent_client(gateway(url, **tls)) as client:
+    async with agent_client(agent_access(gateway(url, **tls))) as client:
         return await client.get(f"{url}/v1/hello")
 
 
@@ -82,7 +82,7 @@ async def test_a_gateway_follows_an_agent_over_mutual_tls(pki: Pki) -> None:
 
                 async def learn(replica: Replica, files: ModelFiles) -> None: ...
 
-                async with agent_client(settings) as client:
+                async with agent_client(agent_access(settings)) as client:
                     assert replica.agent is not None
                     stream = ReportStream(
                         replica,
@@ -113,7 +113,7 @@ async def test_only_certificates_of_the_authority_are_let_in(pki: Pki) -> None:
         assert (admitted.status_code, admitted.json()["error"]["code"]) == (503, "engine_unseen")
         refused = await ask(url, **own)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "client_certificate")
-        async with agent_client(gateway(url, **own)) as client:
+        async with agent_client(agent_access(gateway(url, **own))) as client:
             for path in ("/v1/reports", "/v1/fetches", "/v1/model-files"):
                 assert (await client.get(f"{url}{path}")).status_code == 403
             for path in ("/health", "/metrics"):
@@ -167,9 +167,9 @@ def test_files_that_cannot_be_used_are_named(pki: Pki, tmp_path: Path) -> None:
         ({"cert_file": certificate, "key_file": pki.engine[1]}, "tls.cert_file"),
     ):
         with pytest.raises(SettingsError, match=key):
-            agent_client(gateway(agent, **tls))
+            agent_client(agent_access(gateway(agent, **tls)))
     with pytest.raises(SettingsError, match=r"tls: the agents' URLs are http://127.0.0.1:1.*needs https"):
-        agent_client(gateway("http://127.0.0.1:1", ca_file=pki.ca_file))
+        agent_client(agent_access(gateway("http://127.0.0.1:1", ca_file=pki.ca_file)))
 
 
 def test_the_section_comes_from_the_file_and_the_environment(tmp_path: Path) -> None:
