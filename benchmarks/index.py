@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import platform
@@ -37,10 +36,11 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+from following import report_stream
+from stamp import stamp
 
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.replica import Replica
-from gateway.fleet.report_stream import ReportStream
 from gateway.placement.blocks import PIECE_BLOCKS
 from gateway.placement.column import Keys
 from gateway.placement.index import PrefixIndex
@@ -52,6 +52,7 @@ LENGTH = 6_250
 EVENT = 125
 REPLICAS = [f"replica-{i}" for i in range(8)]
 CHUNK = 1 << 16
+NOWHERE = "http://127.0.0.1:1"
 
 
 def chains(blocks: int) -> Keys:
@@ -141,17 +142,7 @@ class Streams:
     def __init__(self, index: PrefixIndex) -> None:
         client = httpx.AsyncClient()
         self.streams = [
-            ReportStream(
-                Replica(ReplicaSettings(id=replica, engine="http://127.0.0.1:1", agent="http://127.0.0.1:1")),
-                httpx.URL("http://127.0.0.1:1"),
-                index,
-                client,
-                token="",
-                route_seed=0,
-                on_hello=lambda *_: None,
-                on_model_files=nothing,
-                on_fetch=lambda _: None,
-            )
+            report_stream(Replica(ReplicaSettings(id=replica, engine=NOWHERE, agent=NOWHERE)), index, client)
             for replica in REPLICAS
         ]
 
@@ -162,10 +153,6 @@ class Streams:
             for report in reader.feed(data[begin : begin + CHUNK]):
                 await stream._apply(report)
             await stream._flush()
-
-
-async def nothing(*_: object) -> None:
-    """Takes the model's files."""
 
 
 def beat(seq: int, digest: int) -> Heartbeat:
@@ -499,10 +486,7 @@ def main() -> None:
         return
     if options.peers:
         sys.path.append(str(options.peers))
-    where = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "host": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
-    }
+    where = stamp() | {"python": platform.python_version(), "numpy": np.__version__}
     for told in run({options.only}, options.blocks, options.prompts, options.peers is not None):
         print(json.dumps(told), flush=True)
         if options.out:

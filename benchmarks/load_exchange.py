@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 import uvicorn
 import uvloop
+from following import report_stream
 from stamp import stamp
 
 from gateway.fleet.agent_access import agent_access, agent_client
@@ -32,7 +33,6 @@ from gateway.fleet.announcer import Announcer
 from gateway.fleet.inflight import InFlight, Ticket
 from gateway.fleet.others import GatewayId
 from gateway.fleet.replica import Replica
-from gateway.fleet.report_stream import ReportStream
 from gateway.placement.index import PrefixIndex
 from gateway.settings import ReplicaSettings, Settings
 
@@ -113,20 +113,7 @@ async def _gateway(
     index.add_replica("r")
     client = agent_client(agent_access(Settings()))
 
-    async def ignore(*_: object) -> None:
-        pass
-
-    stream = ReportStream(
-        replica,
-        httpx.URL(url),
-        index,
-        client,
-        token="",
-        route_seed=0,
-        on_hello=lambda *_: None,
-        on_model_files=ignore,
-        on_fetch=lambda *_: None,
-    )
+    stream = report_stream(replica, index, client)
     tasks = []
     if exchange:
         announcer = Announcer(replica, httpx.URL(url), me, token="")

@@ -31,11 +31,11 @@ from typing import Any
 import httpx
 import uvicorn
 import uvloop
+from following import report_stream
 from stamp import stamp
 
 from gateway.duplication.ledger import Ledger
 from gateway.fleet.replica import Replica as FollowedReplica
-from gateway.fleet.report_stream import ReportStream
 from gateway.placement.index import PrefixIndex
 from gateway.settings import ReplicaSettings
 from kvstore.messages import Tier
@@ -159,10 +159,6 @@ class Agent:
         await self._process.wait()
 
 
-async def nothing(*_: object) -> None:
-    """Takes the model's files."""
-
-
 async def one_round(blocks: int) -> dict[str, Any]:
     """All of it, once."""
     with socket.socket() as probe:
@@ -192,18 +188,7 @@ async def one_round(blocks: int) -> dict[str, Any]:
         watching = asyncio.create_task(watch.run())
         for phase in ("told", "changing"):
             replica = FollowedReplica(ReplicaSettings(id="r", engine="http://127.0.0.1:1", agent=url))
-            assert replica.agent is not None
-            stream = ReportStream(
-                replica,
-                replica.agent,
-                index,
-                client,
-                token="",
-                route_seed=0,
-                on_hello=lambda *_: None,
-                on_model_files=nothing,
-                on_fetch=lambda _: None,
-            )
+            stream = report_stream(replica, index, client)
             await other.say("change" if phase == "changing" else "watched")
             watch.restart()
             following = asyncio.create_task(stream.follow())
