@@ -23,12 +23,12 @@ the grid has committed it under one generation.
 
 from __future__ import annotations
 
-import struct
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from kvstore.errors import ProtocolError
+from kvstore.frames import body_length, framed
 from kvstore.hint import Hint
 from kvstore.messages import MAX_FRAME_BYTES
 
@@ -38,8 +38,6 @@ MAX_WAIT_S = 0.1
 
 DECISION_S = 0.05
 """How long an engine waits for the agent's decision before it computes."""
-
-LENGTH = struct.Struct(">I")
 
 
 class EngineHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -226,18 +224,12 @@ _answer_decoder = msgspec.msgpack.Decoder(Answer)
 
 def encode(message: EngineHello | Question | Answer) -> bytes:
     """One frame. Raises ProtocolError above 16 MiB."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body
+    return framed(_encoder.encode(message), MAX_FRAME_BYTES)
 
 
 def frame_length(header: bytes) -> int:
     """Bytes that follow a 4-byte header. Raises ProtocolError above 16 MiB."""
-    (length,) = LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"peer announced a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
-    return int(length)
+    return body_length(header, MAX_FRAME_BYTES)
 
 
 def decode_hello(body: bytes) -> EngineHello:

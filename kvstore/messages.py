@@ -22,7 +22,6 @@ blocks. A peer that speaks another protocol is refused by number, before anythin
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator
 from enum import IntEnum, StrEnum
 from typing import Annotated, TypeAlias
@@ -33,6 +32,7 @@ from msgspec import Meta
 from kvstore.bounds import U64, Count, Name, Rate, Seconds, Share, Text
 from kvstore.cost import LinkEstimate
 from kvstore.errors import GeometryError, ProtocolError, UnknownProtocol
+from kvstore.frames import Frames, framed
 from kvstore.geometry import KvGeometry
 from kvstore.namespace import KvNamespace
 
@@ -53,7 +53,6 @@ ROOT_PARENT = 0
 GATEWAY_NAME = r"^[A-Za-z0-9._:-]{1,128}\Z"
 MAX_GATEWAYS = 64
 """Gateways that an agent knows at one time."""
-_LENGTH = struct.Struct(">I")
 _MASK = (1 << 64) - 1
 
 
@@ -332,34 +331,20 @@ def digest_of(keys: Iterable[int], tier: Tier) -> int:
 
 def encode_frame(message: Report) -> bytes:
     """One frame: u32 big-endian length, then the message. Raises ProtocolError above 16 MiB."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    return _LENGTH.pack(len(body)) + body
+    return framed(_encoder.encode(message), MAX_FRAME_BYTES)
 
 
 class FrameReader:
     """Cuts a byte stream into reports. Owns at most one incomplete frame; feed it whatever arrives."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._frames = Frames(MAX_FRAME_BYTES)
 
     def feed(self, data: bytes) -> Iterator[Report]:
         """Reports completed by `data`. Raises ProtocolError; the stream is then unusable."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"peer announced a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
+        for body in self._frames.feed(data):
             try:
-                report = _report_decoder.decode(bytes(buffer[start + _LENGTH.size : end]))
+                report = _report_decoder.decode(body)
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise ProtocolError(f"not a report: {error}") from error
-            start = end
             yield report
-        del buffer[:start]

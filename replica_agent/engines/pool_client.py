@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from kvstore import engine_messages as wire
 from kvstore.errors import ProtocolError
+from kvstore.frames import LENGTH
 from kvstore.hint import Hint
 from kvstore.namespace import pack_content_keys
 from replica_agent.engines.errors import PoolGone, PoolRefused
@@ -179,7 +180,7 @@ class PoolClient:
         try:
             if not first:
                 raise PoolGone(f"{path}: the agent hung up")
-            header = first + self._receive(wire.LENGTH.size - 1, deadline)
+            header = first + self._receive(LENGTH.size - 1, deadline)
             answer = wire.decode_answer(self._receive(wire.frame_length(header), deadline))
             if isinstance(answer, wire.Refused):
                 raise PoolRefused(answer.reason)
@@ -207,7 +208,7 @@ class PoolClient:
                 raise PoolGone("the connection is closed")
             self._socket.settimeout(max(deadline - self._clock(), 0.001))
             self._socket.sendall(frame)
-            length = wire.frame_length(self._receive(wire.LENGTH.size, deadline))
+            length = wire.frame_length(self._receive(LENGTH.size, deadline))
             return wire.decode_answer(self._receive(length, deadline))
         except (OSError, ProtocolError) as error:
             raise self._end(f"{type(question).__name__}: {error}") from error

@@ -7,13 +7,11 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvstore.engine_messages import (
-    LENGTH,
     Answer,
     EngineHello,
     Question,
@@ -25,7 +23,9 @@ from kvstore.engine_messages import (
     frame_length,
 )
 from kvstore.errors import ProtocolError
+from kvstore.frames import LENGTH
 from replica_agent.errors import SocketTaken
+from replica_agent.kv.local_peer import local_peer
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ HELLO_S = 5.0
 
 MAX_CONNECTIONS = 256
 """An engine has one for each process that touches KV: a scheduler and a worker a rank."""
-
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class Session(Protocol):
@@ -151,11 +149,11 @@ class EngineSocket:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        peer = writer.get_extra_info("socket")
-        pid, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        connection = writer.get_extra_info("socket")
+        peer = local_peer(connection)
         refusal = ""
-        if uid not in (os.geteuid(), 0):
-            refusal = f"uid: this agent runs as {os.geteuid()} and the engine as {uid}; they must be one"
+        if not peer.trusted:
+            refusal = f"uid: this agent runs as {os.geteuid()} and the engine as {peer.uid}; they must be one"
         elif len(self._tasks) > MAX_CONNECTIONS:
             refusal = f"connections: {MAX_CONNECTIONS} are open already"
         async with asyncio.timeout(HELLO_S):
@@ -163,14 +161,14 @@ class EngineSocket:
         # A task is cancelled between two questions or while it waits for one, never in the middle of an answer.
         greeting = Greeting(Refused(reason=refusal)) if refusal else await self._host.greet(hello, task.cancel)
         if isinstance(greeting.answer, Refused):
-            _logger.warning("process %d at %s is refused: %s", pid, self.path, greeting.answer.reason)
+            _logger.warning("process %d at %s is refused: %s", peer.pid, self.path, greeting.answer.reason)
             writer.write(encode(greeting.answer))
             await writer.drain()
             return
         session = greeting.session
         assert session is not None
         try:
-            _send_with(peer.fileno(), encode(greeting.answer), greeting.fd)
+            _send_with(connection.fileno(), encode(greeting.answer), greeting.fd)
             while True:
                 header = await reader.readexactly(LENGTH.size)
                 async with asyncio.timeout(HELLO_S):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
 from typing import cast
 
 from kvstore.errors import ProtocolError
-from kvstore.peer_frames import Ask, Frames, Knock, Tell, Verb, pack, unpack
+from kvstore.frames import Frames
+from kvstore.peer_frames import MAX_FRAME, Ask, Knock, Tell, Verb, pack, unpack
 from kvstore.peer_messages import Door
+from replica_agent.kv.local_peer import local_peer
 
 IDLE_S = 60.0
 """A channel on which nothing is asked for so long is closed."""
-
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class LeaseChannel(asyncio.Protocol):
@@ -24,7 +22,7 @@ class LeaseChannel(asyncio.Protocol):
     then fails with ConnectionError."""
 
     def __init__(self) -> None:
-        self._frames = Frames()
+        self._frames = Frames(MAX_FRAME)
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[Tell]] = {}
         self._asked = 0
@@ -40,9 +38,9 @@ class LeaseChannel(asyncio.Protocol):
             if not door.name.startswith(b"\0"):
                 raise OSError("no abstract name")
             await loop.sock_connect(connection, door.name)
-            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid not in (os.geteuid(), 0):
-                raise PermissionError(f"user {uid} has taken the name")
+            owner = local_peer(connection)
+            if not owner.trusted:
+                raise PermissionError(f"user {owner.uid} has taken the name")
             _, channel = await loop.create_unix_connection(cls, sock=connection)
         except BaseException:
             connection.close()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import secrets
 import socket
-import struct
 from typing import cast
 
 from kvstore.errors import ProtocolError
-from kvstore.peer_frames import MAX_FRAME, Ask, Frames, Knock, Tell, pack, unpack
+from kvstore.frames import Frames
+from kvstore.peer_frames import MAX_FRAME, Ask, Knock, Tell, pack, unpack
 from kvstore.peer_messages import Door
 from kvstore.transfer.host import host_identity
 from replica_agent.errors import LeaseRequestBad
 from replica_agent.kv.lease_service import LeaseService
+from replica_agent.kv.local_peer import local_peer
 
 _logger = logging.getLogger(__name__)
 
@@ -25,8 +25,6 @@ FRAME_S = 5.0
 
 MAX_CONNECTIONS = 256
 """Every other agent of a host has one."""
-
-_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class LeaseSocket:
@@ -79,8 +77,7 @@ class LeaseSocket:
 
     def connected(self, connection: _Connection, peer: socket.socket) -> bool:
         """Whether it may stay."""
-        _, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if uid not in (os.geteuid(), 0) or len(self._connections) >= MAX_CONNECTIONS:
+        if not local_peer(peer).trusted or len(self._connections) >= MAX_CONNECTIONS:
             return False
         self._connections.add(connection)
         return True
@@ -106,7 +103,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, owner: LeaseSocket) -> None:
         self._owner = owner
-        self._frames = Frames()
+        self._frames = Frames(MAX_FRAME)
         self._transport: asyncio.Transport | None = None
         self._admitted = False
         self._timer: asyncio.TimerHandle | None = None

@@ -16,8 +16,9 @@ import pytest
 from agent_support import DEADLINE_S, until
 from kv_support import Agent, agent, hello, keys_of
 
+from kvstore.frames import Frames
 from kvstore.namespace import KvNamespace, pack_content_keys
-from kvstore.peer_frames import MAX_FRAME, Ask, Frames, Knock, Tell, pack, unpack
+from kvstore.peer_frames import MAX_FRAME, Ask, Knock, Tell, pack, unpack
 from kvstore.peer_messages import Door, LeaseGrant, LeaseProof, LeaseRequest
 from kvstore.transfer.host import host_identity
 from replica_agent.errors import PeerError
@@ -217,7 +218,7 @@ async def behind(
     """A channel to an owner that answers in its own way."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        frames, knocked = Frames(), False
+        frames, knocked = Frames(MAX_FRAME), False
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65_536):
                 for body in frames.feed(data):

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.peer_frames import MAX_FRAME, Ask, Frames, Knock, Tell, pack, unpack
+from kvstore.frames import Frames
+from kvstore.peer_frames import MAX_FRAME, Ask, Knock, Tell, pack, unpack
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -20,7 +21,7 @@ def test_however_the_bytes_are_cut_the_frames_are_the_same(seed: int) -> None:
         for n in range(200)
     ]
     stream = b"".join(map(pack, sent))
-    frames, bodies, whole, at = Frames(), list[bytes](), 0, 0
+    frames, bodies, whole, at = Frames(MAX_FRAME), list[bytes](), 0, 0
     while at < len(stream):
         piece = stream[at : at + rng.randrange(1, 300)]
         at += len(piece)
@@ -37,8 +38,8 @@ def test_what_is_too_long_is_neither_sent_nor_waited_for() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
         pack(Tell(1, 200, bytes(MAX_FRAME)))
     with pytest.raises(ProtocolError, match="announced"):
-        list(Frames().feed(struct.pack(">I", MAX_FRAME + 1)))
-    assert not list(Frames().feed(struct.pack(">I", MAX_FRAME)))
+        list(Frames(MAX_FRAME).feed(struct.pack(">I", MAX_FRAME + 1)))
+    assert not list(Frames(MAX_FRAME).feed(struct.pack(">I", MAX_FRAME)))
 
 
 @pytest.mark.parametrize(
