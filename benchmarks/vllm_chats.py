@@ -39,6 +39,9 @@ HOST = "127.0.0.1"
 READY_S = 120.0
 MODEL = "vllm"
 
+KEEP_ALIVE = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600"}
+"""Longer than any front keeps a connection: else a request meets one that vLLM, after its 5 s, is closing: a 502."""
+
 
 class Turn(NamedTuple):
     """One answered request. `predicted` is None behind a front that predicts nothing; `ttft_s` is the client's."""
@@ -115,8 +118,7 @@ async def nginx(method: str, servers: Sequence[VllmServer], options: argparse.Na
             f"  client_body_temp_path {directory}/body; proxy_temp_path {directory}/proxy;\n"
             f"  fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n"
             f"  scgi_temp_path {directory}/s; upstream replicas {{\n"
-            # Less than the 5 s of vLLM's own server, or a request meets a connection that is being closed: a 502.
-            f"    {method} {upstreams} keepalive 32; keepalive_timeout 3s; }}\n"
+            f"    {method} {upstreams} keepalive 32; }}\n"
             f"  server {{ listen {HOST}:{port}; location / {{ proxy_pass http://replicas; proxy_http_version 1.1;\n"
             f'    proxy_set_header connection ""; proxy_buffering off; proxy_read_timeout 600s; }} }} }}\n'
         )
@@ -198,7 +200,9 @@ async def _run(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(
-                VllmServer(model, name=MODEL, kv_tokens=options.kv_tokens, core=str(at % cores), dev_mode=True)
+                VllmServer(
+                    model, name=MODEL, kv_tokens=options.kv_tokens, core=str(at % cores), dev_mode=True, env=KEEP_ALIVE
+                )
             )
             for at in range(options.replicas)
         ]

@@ -7,6 +7,7 @@ end of a pipe from here: should the tests be killed in whatever way, the pipe en
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -207,16 +208,20 @@ def start_servers(servers: Sequence[VllmServer]) -> None:
 
 
 def adjacent_ports(count: int) -> int:
-    """The first of `count` ports in a row that were all free a moment ago."""
+    """The first of `count` ports in a row that were all free a moment ago.
+
+    None that the system gives to whoever asks for any: a server binds them after half a minute of importing, and by
+    then a connection of somebody else's would have got one.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
+        first = random.randrange(1_024, max(lowest - count, 2_048))
         held: list[socket.socket] = []
         try:
-            held.append(socket.create_server((HOST, 0)))
-            first = int(held[0].getsockname()[1])
-            for at in range(1, count):
+            for at in range(count):
                 held.append(socket.create_server((HOST, first + at)))
             return first
-        except (OSError, OverflowError):
+        except OSError:
             continue
         finally:
             for each in held:
