@@ -15,10 +15,10 @@ ContentKeys travel as one string of 32-byte keys. `request` is the engine's own 
 
 `Pending` means: the agent has not decided, ask again; an engine that has been told so for 50 ms computes. `Accepted(n)`
 means: allocate n blocks and poll, off the scheduler, until `Ready` or until the deadline in it has passed; what is not
-`Ready` by then is recomputed. `Poll` says `Accepted` once, then `Loading`: what that names may be copied already, so
-that the copy is done soon after the fetch, but no token may depend on it before `Ready` counts it. Any rank may poll;
-each releases once, and the blocks stay pinned until all of the (tp, pp) grid have. A block exists once every rank of
-the grid has committed it under one generation.
+`Ready` by then is recomputed. `Poll` says `Accepted` once, then `Loading`: from then on the pool's board
+(`kvstore.board`) says what may be copied already, so that the copy is done soon after the fetch, but no token may
+depend on it before `Ready` counts it. Any rank may poll; each releases once, and the blocks stay pinned until all of
+the (tp, pp) grid have. A block exists once every rank of the grid has committed it under one generation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.frames import body_length, framed
 from kvstore.hint import Hint
 from kvstore.messages import MAX_FRAME_BYTES
 
-ENGINE_PROTOCOL_VERSION = 1
+ENGINE_PROTOCOL_VERSION = 2
 MAX_WAIT_S = 0.1
 """The longest an answer to a Poll waits for news."""
 
@@ -67,7 +67,8 @@ class EngineHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The pool: `slots` of `pitch` bytes each, of which the first `block_bytes` are a block's."""
+    """The pool: `slots` of `pitch` bytes each, of which the first `block_bytes` are a block's; behind them in the same
+    memory is the board."""
 
     slots: int
     pitch: int
@@ -107,10 +108,9 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Poll(msgspec.Struct, frozen=True, kw_only=True, tag="poll"):
-    """How far is it? Of an engine that knows `have` slots of it already, the answer waits for news, up to `wait_s`."""
+    """How far is it? While that is undecided, or loading, the answer waits for a change, up to `wait_s`."""
 
     request: str
-    have: int = 0
     wait_s: float = 0.0
 
 
@@ -132,10 +132,18 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
-    """Accepted, and not all there yet. The bytes in `slots`, those of the first blocks, are verified, but the owner
-    has not said yet that they held: what is copied of them is good once `Ready` names as many, and void otherwise."""
+    """Accepted, and not all there yet: the blocks are, or come, in `slots`, the first `there` of them are there.
+
+    The rest come in the order in which `cell` of the board counts them; those it counts first, `before` of them, are
+    none of these (-1: nothing counts them). What is counted is verified, but the owner has not said yet that it held:
+    what is copied of it is good once `Ready` names as many, and void otherwise. A cell is reused once this search is
+    no more loading, so it may then count too many, of which `Ready` names none.
+    """
 
     slots: list[int] = []
+    there: int = 0
+    cell: int = -1
+    before: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -19,9 +19,9 @@ _POPULATE_WRITE = 23
 _PIECE = 8 * 1024 * 1024
 
 
-def make_region(slots: int, pitch: int) -> Region:
-    """`slots` slots of `pitch` bytes (`kvstore.slot.pitch_of`) in a memfd, zeroed; pages are taken when first written,
-    or by `populate`.
+def make_region(slots: int, pitch: int, tail: int = 0) -> Region:
+    """`slots` slots of `pitch` bytes (`kvstore.slot.pitch_of`) in a memfd, zeroed, and `tail` bytes behind them; pages
+    are taken when first written, or by `populate`.
 
     Raises PoolError for sizes that make no sense, that this host has not the memory for, or that it cannot map.
     """
@@ -29,7 +29,7 @@ def make_region(slots: int, pitch: int) -> Region:
         raise PoolError(f"slots: must be above 0, got {slots}; the pool is smaller than one block")
     if pitch < PAGE or pitch % PAGE:
         raise PoolError(f"pitch: must be a multiple of {PAGE}, got {pitch}")
-    size = slots * pitch
+    size = slots * pitch + tail
     # The kernel maps more than there is, and later kills whoever is largest: that may be the engine.
     if (available := available_memory()) is not None and size > available:
         raise PoolError(f"slots: {slots} of {pitch} bytes are {size}, and {available} bytes of memory are available")
@@ -49,7 +49,8 @@ def make_region(slots: int, pitch: int) -> Region:
     except OSError:  # A kernel without huge pages: readers pin more pages, and that is all.
         pass
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    return Region(fd=fd, memory=memoryview(mapped), address=address, pitch=pitch, slots=slots)
+    everything, end = memoryview(mapped), slots * pitch
+    return Region(fd, everything[:end], address, pitch, slots, everything[end:])
 
 
 def populate(region: Region, going_on: Callable[[], bool]) -> None:

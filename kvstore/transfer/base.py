@@ -17,13 +17,15 @@ from kvstore.peer_messages import Offer
 
 class Region(NamedTuple):
     """A pool's memory: `slots` of `pitch` bytes behind `fd` (a memfd), mapped at `address` as `memory`. Lives as long
-    as the process; it is registered once and never freed, because deregistering revokes nothing at a peer."""
+    as the process; it is registered once and never freed, because deregistering revokes nothing at a peer. `tail` is
+    memory behind the slots that peers neither read nor write."""
 
     fd: int
     memory: memoryview
     address: int
     pitch: int
     slots: int
+    tail: memoryview = memoryview(b"")
 
 
 class Move(NamedTuple):

@@ -145,13 +145,13 @@ class _Bench:
         began = time.perf_counter()
         answer: object = client.prepare(request, keys, 0, tokens, hint)
         while isinstance(answer, Pending):
-            answer = client.poll(request, 0, _WAIT_S)
+            answer = client.poll(request, _WAIT_S)
         if not isinstance(answer, Accepted):
             return None
         load = Load(client, request, self._write, skip=0, count=SLOTS)
         while not load.done and time.perf_counter() < began + _ROUND_S:
             if load.waits:
-                load.ask(_WAIT_S)
+                load.wait(_WAIT_S)
             load.copy(_PIECE)
         seconds = time.perf_counter() - began
         load.leave()

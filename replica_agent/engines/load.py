@@ -8,6 +8,13 @@ from collections.abc import Callable, Sequence
 from kvstore import engine_messages as wire
 from replica_agent.engines.pool_client import PoolClient
 
+LOOK_S = 50e-6
+LOOK_LATER_S = 0.002
+"""Between two looks at the board, from a load that was just fed to one that has been waiting."""
+
+DOUBT_S = 0.01
+"""So long after the last block arrived, the agent is asked whether there is more to come."""
+
 Write = Callable[[int, memoryview], bool]
 """Copies a slot to the request's block of this number; False when that is not wanted any more, or came too late."""
 
@@ -38,9 +45,11 @@ class Load:
         self._skip = skip
         self._count = count
         self._clock = clock
+        self._told = wire.Loading()
         self._slots: Sequence[int] = ()
         self._copied = 0
         self._confirmed: int | None = None
+        self._fed = self._asked = clock()
         self._copy_s = 0.0
 
     @property
@@ -50,20 +59,51 @@ class Load:
 
     @property
     def waits(self) -> bool:
-        """Whether only the agent can say how it goes on."""
-        return self._confirmed is None and self._copied >= self._usable(len(self._slots))
+        """Whether nothing can be done before more has arrived, or the agent has said something."""
+        return self._confirmed is None and self._copied >= self._usable(self._arrived)
 
     @property
     def done(self) -> bool:
         """Whether all that the agent could get is loaded."""
         return self._confirmed is not None and self._copied >= self._usable(self._confirmed)
 
-    def ask(self, wait_s: float = 0.0) -> None:
-        """Ask how far the agent is; it answers when there is news, after `wait_s` at most."""
-        match self._client.poll(self._request, len(self._slots), wait_s):
-            case wire.Loading() as answer:
+    def wait(self, seconds: float = 0.0) -> None:
+        """Until more has arrived, or the agent says that it is confirmed, or will not be; for `seconds` at most."""
+        if not self._slots:
+            self._ask()
+        elif self._told.cell < 0 or self._copied >= self._usable(len(self._slots)):
+            self._ask(seconds)
+        else:
+            self._look(seconds)
+
+    @property
+    def _arrived(self) -> int:
+        told = self._told
+        if told.cell < 0:
+            return told.there
+        return min(told.there + max(0, self._client.arrived(told.cell) - told.before), len(told.slots))
+
+    def _look(self, seconds: float) -> None:
+        """At the board, less and less often while nothing comes. It does not say that the fetch has failed, so after a
+        while the agent is asked."""
+        began = now = self._clock()
+        before = self._arrived
+        while now < began + seconds and self._arrived == before:
+            time.sleep(min(max(LOOK_S, (now - self._fed) / 4), LOOK_LATER_S))
+            now = self._clock()
+        if self._arrived > before:
+            self._fed = now
+        elif now >= max(self._fed, self._asked) + DOUBT_S:
+            self._ask()
+
+    def _ask(self, wait_s: float = 0.0) -> None:
+        answer = self._client.poll(self._request, wait_s)
+        self._asked = self._clock()
+        match answer:
+            case wire.Loading():
+                self._told = answer
                 self._slots = answer.slots
-            case wire.Ready() as answer:
+            case wire.Ready():
                 self._slots = answer.slots
                 self._confirmed = len(answer.slots)
             case wire.Nothing():
@@ -71,7 +111,7 @@ class Load:
 
     def copy(self, most: int) -> bool:
         """Copy up to `most` blocks that are there. False when the first of them was not wanted."""
-        there = self._usable(len(self._slots) if self._confirmed is None else self._confirmed)
+        there = self._usable(self._arrived if self._confirmed is None else self._confirmed)
         began = self._clock()
         try:
             for number in range(self._copied, min(there, self._copied + most)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvstore import engine_messages as wire
+from kvstore.board import BOARD_BYTES, CELLS, read
 from kvstore.errors import ProtocolError
 from kvstore.frames import LENGTH
 from kvstore.hint import Hint
@@ -49,6 +50,8 @@ class PoolClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._welcome, self._memory = self._greet(path, hello)
+            end = self._welcome.slots * self._welcome.pitch
+            self._board = self._memory[end : end + BOARD_BYTES].cast("Q")
         except (OSError, ProtocolError) as error:
             self.close()
             raise PoolGone(f"{path}: {error}") from error
@@ -73,6 +76,12 @@ class PoolClient:
         start = index * self._welcome.pitch
         return self._memory[start : start + self._welcome.block_bytes]
 
+    def arrived(self, cell: int) -> int:
+        """What a cell of the pool's board counts now. Raises PoolGone for one that it does not have."""
+        if not 0 <= cell < CELLS:
+            raise self._end(f"cell {cell} of a board of {CELLS}")
+        return read(self._board, cell)
+
     def lookup(self, request: str, keys: Sequence[bytes]) -> int:
         """Blocks of the longest run that the agent's own pool holds."""
         return self._ask(wire.Lookup(request=request, keys=pack_content_keys(keys)), wire.Found).blocks
@@ -94,11 +103,11 @@ class PoolClient:
         raise self._misled(question, answer)
 
     def poll(
-        self, request: str, have: int = 0, wait_s: float = 0.0
+        self, request: str, wait_s: float = 0.0
     ) -> wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing:
-        """How far the blocks of a prepared request are. Waits up to `wait_s` for more than the `have` slots known, and
-        keeps others from asking meanwhile."""
-        question = wire.Poll(request=request, have=have, wait_s=wait_s)
+        """How far the blocks of a prepared request are. Waits up to `wait_s` for a change, and keeps others from asking
+        meanwhile."""
+        question = wire.Poll(request=request, wait_s=wait_s)
         answer = self._exchange(question, VERB_S + wait_s)
         if isinstance(answer, wire.Pending | wire.Accepted | wire.Loading | wire.Ready | wire.Nothing):
             return answer
@@ -240,6 +249,6 @@ def _map(descriptor: int, welcome: wire.Welcome, block_bytes: int) -> memoryview
     size = os.fstat(descriptor).st_size
     if welcome.block_bytes != block_bytes:
         raise PoolGone(f"block_bytes: the pool is for blocks of {welcome.block_bytes}, not {block_bytes}")
-    if not block_bytes <= welcome.pitch or not 0 < welcome.slots * welcome.pitch <= size:
+    if not block_bytes <= welcome.pitch or not 0 < welcome.slots * welcome.pitch <= size - BOARD_BYTES:
         raise PoolGone(f"slots: {welcome.slots} of {welcome.pitch} bytes in a region of {size}")
     return memoryview(mmap.mmap(descriptor, size))

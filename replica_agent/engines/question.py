@@ -20,7 +20,7 @@ class Question:
         self._most = len(keys)
         self._asked = False
         self._prepare = partial(client.prepare, request, keys, cached, tokens, hint)
-        self._poll = partial(client.poll, request, 0)
+        self._poll = partial(client.poll, request)
         self._cancel = partial(client.cancel, request)
 
     def ask(self, wait_s: float) -> tuple[int, float] | None:

@@ -70,7 +70,7 @@ class EngineSession:
             raise ProtocolError("another life of the engine has taken over")
         match question:
             case wire.Poll():
-                return await self._searches.poll(question.request, question.have, question.wait_s)
+                return await self._searches.poll(question.request, question.wait_s)
             case wire.Prepare():
                 return self._prepare(question)
             case wire.Lookup():

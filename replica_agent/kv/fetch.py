@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvstore.board import Board, Progress
 from kvstore.errors import WrongBytes
 from kvstore.messages import FetchOutcome
 from kvstore.namespace import KvNamespace, pack_content_keys
@@ -69,6 +69,7 @@ class Surroundings:
     outlives a fetch; `transports` is the best first."""
 
     pool: Pool
+    board: Board
     namespace: KvNamespace
     transports: Sequence[Transport]
     peers: Peers
@@ -94,14 +95,12 @@ class Fetch:
         self.order = order
         self.steps = Steps()
         self.transport = ""
-        self.tell: Callable[[], None] = lambda: None
-        """Called on the event loop when as much has arrived as `tell_at` was asked for."""
+        self.slots: list[int] = []
+        """Where the blocks that are on their way come."""
         self._around = around
         self._lease = ""
         self._targets: list[Held] = []
-        self._slots: list[int] = []
-        self._arrivals: _Arrivals | None = None
-        self._told_at = math.inf
+        self._progress: Progress | None = None
         self._moving: asyncio.Task[Result] | None = None
 
     async def run(self, decided: Callable[[int], None]) -> Fetched:
@@ -118,21 +117,10 @@ class Fetch:
             self._leave_nothing()
 
     @property
-    def arrived(self) -> list[int]:
-        """The slots of the blocks, from the first on, that have arrived and are verified, but not confirmed: valid as
-        long as the fetch has not ended."""
-        return self._slots[: self._arrivals.good] if self._arrivals else []
-
-    def tell_at(self, blocks: int) -> None:
-        """Have `tell` called, once, when so many blocks have arrived."""
-        self._told_at = min(self._told_at, blocks)
-        # In this order: a block that arrives meanwhile sees the number, or is seen here.
-        if self._arrivals and self._arrivals.good >= self._told_at:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._told_at = math.inf
-        self.tell()
+    def cell(self) -> int:
+        """Of the board: how many blocks, from the first on, have arrived and are verified, though not confirmed. Valid
+        as long as the fetch has not ended; -1 when nothing counts them."""
+        return -1 if self._progress is None else self._progress.cell
 
     async def _run(self, decided: Callable[[int], None]) -> Fetched:
         around, order = self._around, self.order
@@ -150,7 +138,8 @@ class Fetch:
         if not self._targets:
             return Fetched(0, FetchOutcome.FAILED, "no_room")
         reserved = len(self._targets)
-        self._slots = [held.slot for held in self._targets]
+        self.slots = [held.slot for held in self._targets]
+        self._progress = around.board.open()
         decided(reserved)
         good, reason = await self._move(grant, *chosen)
         if not good:
@@ -216,21 +205,14 @@ class Fetch:
         self.transport = transport.name
         began = around.clock()
         left = order.deadline - began
-        loop = asyncio.get_running_loop()
-
-        def verified(good: int) -> None:
-            if good >= self._told_at:
-                self._told_at = math.inf
-                loop.call_soon_threadsafe(self._tell)
-
         targets = self._targets[:]
-        arrived = self._arrivals = _Arrivals(around.pool, order.keys, targets, grant.generations, verified)
+        arrived = _Arrivals(around.pool, order.keys, targets, grant.generations, self._progress)
         plan = Plan(
             offer=offer,
             owner_host=urlsplit(order.url).hostname or "",
             lease=self._lease,
             secret=around.secret,
-            moves=[*map(Move, grant.slots[: len(targets)], self._slots)],
+            moves=[*map(Move, grant.slots[: len(targets)], self.slots)],
             deadline=order.deadline - min(CONFIRM_MOST_S, CONFIRM_SHARE * left),
             call=self._call,
         )
@@ -287,6 +269,9 @@ class Fetch:
         return admitted
 
     def _leave_nothing(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         if self._targets or self._lease:
             moving = self._moving
             if moving is None or moving.done():
@@ -315,7 +300,7 @@ class Fetch:
 
 class _Arrivals:
     """Verifies each block as it arrives, while its bytes are warm. Called from one thread at a time, the transport's;
-    `good` counts those from the first on that are what was asked for, and `verified` is told each time; `wrong` is the
+    `good` counts those from the first on that are what was asked for, and `progress` is told each time; `wrong` is the
     first that is not."""
 
     def __init__(
@@ -324,7 +309,7 @@ class _Arrivals:
         keys: Sequence[bytes],
         targets: Sequence[Held],
         generations: Sequence[int],
-        verified: Callable[[int], None],
+        progress: Progress | None,
     ) -> None:
         self.good = 0
         self.wrong: WrongBytes | None = None
@@ -333,7 +318,7 @@ class _Arrivals:
         self._keys = keys
         self._targets = targets
         self._generations = generations
-        self._verified = verified
+        self._progress = progress
 
     def __call__(self, index: int) -> None:
         if self.wrong is not None or index != self.good:
@@ -346,4 +331,5 @@ class _Arrivals:
         except WrongBytes as error:
             self.wrong = error
         self.seconds += time.perf_counter() - began
-        self._verified(self.good)
+        if self._progress is not None:
+            self._progress.tell(self.good)

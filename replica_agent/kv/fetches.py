@@ -31,9 +31,6 @@ class Waiter(Protocol):
     def fetch_decided(self, blocks: int) -> None:
         """The first `blocks` of the fetch's keys are on their way."""
 
-    def fetch_arrived(self) -> None:
-        """There is more of it than somebody had asked to be told of."""
-
     def fetch_over(self, result: Fetched) -> None:
         """The fetch has ended; what it brought may be evicted as soon as this returns, so it is pinned here."""
 
@@ -103,7 +100,6 @@ class Fetches:
             return None
         coming = Coming(order, Fetch(order, around), around.clock())
         coming.waiters.append(waiter)
-        coming.fetch.tell = partial(self._arrived, coming)
         for key in order.keys:
             self._coming.setdefault(key, coming)
         self._live.add(coming)
@@ -172,10 +168,6 @@ class Fetches:
         self._forget(coming, coming.order.keys[blocks:])
         for waiter in list(coming.waiters):
             waiter.fetch_decided(blocks)
-
-    def _arrived(self, coming: Coming) -> None:
-        for waiter in list(coming.waiters):
-            waiter.fetch_arrived()
 
     def _forget(self, coming: Coming, keys: Sequence[bytes]) -> None:
         for key in keys:

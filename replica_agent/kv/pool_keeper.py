@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.board import BOARD_BYTES, Board
 from kvstore.engine_messages import ENGINE_PROTOCOL_VERSION, EngineHello, Refused, Welcome
 from kvstore.errors import GeometryError, PoolError, TransportUnavailable
 from kvstore.geometry import KvGeometry
@@ -45,6 +46,7 @@ class PoolKeeper:
     ) -> None:
         self.pool: Pool | None = None
         self.leases: Leases | None = None
+        self.board: Board | None = None
         self.namespace: KvNamespace | None = None
         self.engine_id = ""
         self.hold_s = hold_s
@@ -132,6 +134,8 @@ class PoolKeeper:
         if self.pool is not None and self.leases is not None:
             self.pool.check()
             self.leases.check()
+        if self.board is not None:
+            self.board.check()
 
     async def _make(self, block_bytes: int, ranks: int) -> Pool:
         if block_bytes < 1:
@@ -141,7 +145,8 @@ class PoolKeeper:
         if not slots:
             raise PoolError(f"--pool-bytes: {self._pool_bytes} is less than one block with its trailer, {pitch}")
         # Mapping many pages takes a while.
-        region = await asyncio.to_thread(make_region, slots, pitch)
+        region = await asyncio.to_thread(make_region, slots, pitch, BOARD_BYTES)
+        self.board = Board(region.tail)
         pool = Pool(
             region, block_bytes, ranks=ranks, quarantine_s=self.hold_s, listener=self._listener, clock=self.clock
         )

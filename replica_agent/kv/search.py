@@ -24,10 +24,6 @@ _logger = logging.getLogger(__name__)
 OWN_DEADLINE_S = 5.0
 """For blocks that are in the pool already: the engine has only to ask again."""
 
-PIECES = 4
-"""In so many pieces an engine is told of what arrives. With more it copies sooner after the fetch, but each question
-takes time from the copying in both processes: none of 3 to 12 made a whole fetch of `bench transfer` quicker than 4."""
-
 
 class State(Enum):
     """DECIDING -> LOADING -> READY -> OVER; each but OVER may be left out."""
@@ -120,28 +116,18 @@ class Search:
         if not told or not isinstance(decision, Accepted):
             return decision
         if self.state is State.LOADING:
-            return Loading(slots=[held.slot for held in self._pins] + self._arrived)
+            return self._loading()
         return Ready(slots=[held.slot for held in self._pins], generations=[held.generation for held in self._pins])
 
     def failed(self, blocks: int) -> None:
         """The engine could not load so many blocks that it had counted as cached."""
         self._account.failed += blocks
 
-    def piece(self, have: int) -> int:
-        """Slots of which those are told, at once, who know of `have`: less is not worth a question."""
-        own = len(self._pins)
-        if have < own:
-            return own
-        return max(have + 1, min(have + self._remote // PIECES, own + self._remote))
-
-    async def news(self, have: int, wait_s: float) -> None:
-        """Returns when there is a piece more than `have` slots, or something else to say, or after `wait_s`."""
+    async def news(self, wait_s: float) -> None:
+        """Returns when there is something else to say, or after `wait_s`."""
         if self._coming is None:
             return
         news = self._news = self._news or asyncio.get_running_loop().create_future()
-        remote = self.piece(have) - len(self._pins)
-        if remote <= self._remote:
-            self._coming.fetch.tell_at(self._first + remote)
         # Others may wait for the same.
         await asyncio.wait({news}, timeout=wait_s)
 
@@ -187,10 +173,6 @@ class Search:
 
     # What the fetch tells.
 
-    def fetch_arrived(self) -> None:
-        """More of it is there."""
-        self._stir()
-
     def fetch_decided(self, blocks: int) -> None:
         """So many blocks of the fetch are coming; some of them are this search's."""
         self._stir()
@@ -220,11 +202,13 @@ class Search:
 
     # How it comes to what it does.
 
-    @property
-    def _arrived(self) -> list[int]:
-        """Slots with verified bytes of its blocks, from the first remote one on."""
-        coming = self._coming
-        return [] if coming is None else coming.fetch.arrived[self._first : self._first + self._remote]
+    def _loading(self) -> Loading:
+        assert self._coming is not None
+        fetch, first = self._coming.fetch, self._first
+        own = [held.slot for held in self._pins]
+        return Loading(
+            slots=own + fetch.slots[first : first + self._remote], there=len(own), cell=fetch.cell, before=first
+        )
 
     def _stir(self) -> None:
         """There is news, valid from the next turn of the event loop on."""

@@ -52,18 +52,15 @@ class Searches:
             self._searches[asked.request] = owner, search
         return self._told(asked.request, search, search.decision())
 
-    async def poll(
-        self, request: str, have: int = 0, wait_s: float = 0.0
-    ) -> Pending | Accepted | Loading | Ready | Nothing:
-        """How far the search is. To those who know of `have` slots it is told once there is a piece more, nothing more
-        to come, or after `wait_s`."""
+    async def poll(self, request: str, wait_s: float = 0.0) -> Pending | Accepted | Loading | Ready | Nothing:
+        """How far the search is. As long as it is undecided, or loading, that is told after `wait_s`, or when it is so
+        no more."""
         _, search = self._searches.get(request, (None, None))
         if search is None:
             return Nothing(reason="unknown")
         answer = search.progress()
-        few = isinstance(answer, Loading) and len(answer.slots) < search.piece(have)
-        if wait_s > 0 and (few or isinstance(answer, Pending)):
-            await search.news(have, min(wait_s, MAX_WAIT_S))
+        if wait_s > 0 and isinstance(answer, Pending | Loading):
+            await search.news(min(wait_s, MAX_WAIT_S))
             answer = search.progress()
         return self._told(request, search, answer)
 

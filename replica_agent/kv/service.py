@@ -139,8 +139,8 @@ class KvService:
         if hello.engine_id in self._replaced and any(each.engine_id != hello.engine_id for each in self._sessions):
             return Greeting(Refused(reason=TWO_ENGINES))
         answer = await self.keeper.admit(hello)
-        pool, namespace = self.keeper.pool, self.keeper.namespace
-        if isinstance(answer, Refused) or pool is None or namespace is None:
+        pool, namespace, board = self.keeper.pool, self.keeper.namespace, self.keeper.board
+        if isinstance(answer, Refused) or pool is None or namespace is None or board is None:
             return Greeting(answer)
         for session in [each for each in self._sessions if each.engine_id != hello.engine_id]:
             if session.engine_id not in self._replaced:
@@ -149,6 +149,7 @@ class KvService:
             session.hang_up()
         around = Surroundings(
             pool=pool,
+            board=board,
             namespace=namespace,
             transports=self.keeper.transports,
             peers=self.peers,
@@ -216,6 +217,7 @@ class KvService:
         slots = {} if pool is None else pool.counts._asdict()
         slots.pop("free", None)
         return slots | {
+            "counters": 0 if self.keeper.board is None else len(self.keeper.board),
             "leases": 0 if leases is None else len(leases),
             "searches": len(self.searches),
             "fetches": len(self.fetches),

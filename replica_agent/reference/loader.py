@@ -111,7 +111,7 @@ class _Course:
             )
         load = self._load
         if load.waits:
-            load.ask(wait_s)
+            load.wait(wait_s)
         wanted = load.copy(PIECE)
         search.confirm(load.loaded)
         if not wanted or load.done:

@@ -284,6 +284,7 @@ _MUST_END = {
     "leases",
     "searches",
     "fetches",
+    "counters",
     "winding_down",
     "writing",
     # of an engine

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from kvstore import engine_messages as wire
+from kvstore.board import BOARD_BYTES
 from kvstore.errors import ProtocolError
 from kvstore.namespace import unpack_content_keys
 from kvstore.slot import pitch_of
@@ -137,8 +138,9 @@ class NaiveAgent:
         pitch = pitch_of(hello.block_bytes)
         if self._fd < 0:
             self._fd = os.memfd_create("pool")
-            os.ftruncate(self._fd, self.slots * pitch)
-            self.memory = mmap.mmap(self._fd, self.slots * pitch)
+            size = self.slots * pitch + BOARD_BYTES
+            os.ftruncate(self._fd, size)
+            self.memory = mmap.mmap(self._fd, size)
         welcome = {"slots": self.slots, "pitch": pitch, "block_bytes": hello.block_bytes} | self.welcome
         frame = wire.encode(wire.Welcome(**welcome))
         descriptors = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._fd]).tobytes())

@@ -186,6 +186,7 @@ async def test_a_debug_page_looks_at_everything(tmp_path: Path) -> None:
         await engine.prepare("r", keys)
         page = (await get(f"{subject.url}/debug/check")).json()
         assert page["kv"] == {
+            "counters": 0,
             "held": 3,
             "reserved": 0,
             "quarantined": 0,

@@ -36,7 +36,7 @@ class Blocks:
     async def step(self, most: int = 1_000) -> bool:
         def work() -> bool:
             if self.load.waits:
-                self.load.ask(0.01)
+                self.load.wait(0.01)
             return self.load.copy(most)
 
         return await asyncio.to_thread(work)
@@ -132,6 +132,63 @@ async def test_the_part_that_came_counts(tmp_path: Path, network: Network) -> No
         await both_quiet(source, reader)
 
 
+async def test_a_counter_that_has_become_another_fetch_s_makes_nothing_count(tmp_path: Path, network: Network) -> None:
+    network.faults = Faults(hold=asyncio.Event(), hold_at=4, stop_after=7)
+    more = keys_of(*range(20, 30))
+    async with pair(tmp_path, network) as (source, reader):
+        await begin(source, reader)
+        blocks = Blocks(reader.engine, "r")
+        await blocks.until_copied(4)
+        told = await reader.engine.poll("r")
+        assert isinstance(told, Loading) and network.faults.hold is not None
+        network.faults.hold.set()
+        await until(lambda: reader.pool.counts.held == 7)
+        network.faults = Faults(hold=asyncio.Event(), hold_at=9)
+        await source.engine.save(more)
+        await reader.engine.prepare("s", more, source.hint(10))
+        # Nine of the other one have arrived, by the same cell.
+        await until(lambda: reader.engine.client.arrived(told.cell) == 9)
+        await blocks.until_copied(9)
+        assert blocks.load.loaded == 0
+        await blocks.finish()
+        assert blocks.load.loaded == 7
+        assert {number: blocks.held[number] for number in range(7)} == {
+            number: payload_of(key) for number, key in enumerate(TEN[:7])
+        }
+        await asyncio.to_thread(blocks.load.leave)
+        assert network.faults.hold is not None
+        network.faults.hold.set()
+        await reader.engine.settled("s")
+        await reader.engine.ask(reader.engine.client.release, "s", 0, 0.0)
+        await both_quiet(source, reader)
+
+
+async def test_one_who_waits_for_another_s_fetch_copies_its_own_part_as_it_arrives(
+    tmp_path: Path, network: Network
+) -> None:
+    network.faults = Faults(hold=asyncio.Event(), hold_at=6)
+    async with pair(tmp_path, network) as (source, reader):
+        # The reader has the first three itself, so what is fetched begins with the fourth; of that another prompt,
+        # which differs after it, gets four.
+        await reader.engine.save(TEN[:3])
+        await begin(source, reader)
+        other = [*TEN[:7], *keys_of(40)]
+        await reader.engine.prepare("s", other, source.hint(10))
+        await reader.engine.poll("s")
+        blocks = Blocks(reader.engine, "s", count=8)
+        await blocks.until_copied(7)
+        blocks.assert_right(TEN[:7])
+        assert (blocks.load.loaded, blocks.load.done) == (0, False)
+        assert network.faults.hold is not None
+        network.faults.hold.set()
+        await blocks.finish()
+        assert blocks.load.loaded == 7
+        await asyncio.to_thread(blocks.load.leave)
+        await reader.engine.settled("r")
+        await reader.engine.ask(reader.engine.client.release, "r", 0, 0.0)
+        await both_quiet(source, reader)
+
+
 @pytest.mark.parametrize(("skip", "count"), [(0, 3), (2, 8), (4, 3), (9, 1), (10, 5)])
 async def test_only_the_blocks_that_are_needed_are_copied(
     tmp_path: Path, network: Network, skip: int, count: int
@@ -170,19 +227,20 @@ async def test_a_question_waits_for_news_of_its_own_request_and_not_for_ever(tmp
         await begin(source, reader)
         ask = reader.engine.client.poll
         await until(lambda: bool(reader.kv.fetches) and reader.pool.counts.reserved == 10)
-        answer = await asyncio.to_thread(ask, "r", 0, 5.0)
-        while isinstance(answer, Loading) and len(answer.slots) < 6:
-            answer = await asyncio.to_thread(ask, "r", len(answer.slots), 5.0)
-        assert isinstance(answer, Loading) and len(answer.slots) == 6
+        answer = await asyncio.to_thread(ask, "r")
+        assert isinstance(answer, Loading) and (len(answer.slots), answer.there, answer.before) == (10, 0, 0)
+        await until(lambda: reader.engine.client.arrived(answer.cell) == 6)
         began = time.monotonic()
-        assert await asyncio.to_thread(ask, "r", 6, 5.0) == answer
+        assert await asyncio.to_thread(ask, "r", 5.0) == answer
         assert time.monotonic() - began >= MAX_WAIT_S * 0.9
-        assert isinstance(await asyncio.to_thread(ask, "another", 0, 5.0), Nothing)
-        waiting = asyncio.create_task(asyncio.to_thread(ask, "r", 6, 5.0))
+        assert isinstance(await asyncio.to_thread(ask, "another", 5.0), Nothing)
+        waiting = asyncio.create_task(asyncio.to_thread(ask, "r", 5.0))
         assert network.faults.hold is not None
         network.faults.hold.set()
         news = await waiting
-        assert isinstance(news, Ready) or (isinstance(news, Loading) and len(news.slots) > 6)
+        while isinstance(news, Loading):
+            news = await asyncio.to_thread(ask, "r", 5.0)
+        assert isinstance(news, Ready) and news.slots == answer.slots
         await reader.engine.ask(reader.engine.client.cancel, "r")
         source.kv.keeper.expire()
 

@@ -90,7 +90,7 @@ def test_a_socket_that_cannot_be_made_is_one_line_that_names_the_flag(tmp_path: 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"protocol": 99}, "protocol: this agent speaks 1, not 99"),
+        ({"protocol": 99}, "protocol: this agent speaks 2, not 99"),
         ({"block_bytes": 0}, "block_bytes: must be above 0, got 0"),
         ({"block_bytes": 10**9}, "--pool-bytes: 524288 is less than one block"),
         ({"dtype": "float7"}, "dtype: 'float7'"),

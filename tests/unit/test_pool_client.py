@@ -14,6 +14,7 @@ import pytest
 from naive_agent import NaiveAgent
 
 from kvstore import engine_messages as wire
+from kvstore.board import CELLS
 from replica_agent.engines import pool_client, pool_link
 from replica_agent.engines.errors import PoolGone, PoolRefused
 from replica_agent.engines.pool_client import PoolClient, Reserved
@@ -133,6 +134,14 @@ def test_a_slot_that_the_pool_does_not_have_ends_the_connection(client: PoolClie
     for index in (6, -1):
         with pytest.raises(PoolGone, match=f"slot {index} of a pool of 6"):
             client.slot(index)
+    assert client.closed
+
+
+def test_a_cell_that_the_board_does_not_have_ends_the_connection(client: PoolClient) -> None:
+    assert client.arrived(0) == 0
+    for cell in (CELLS, -1):
+        with pytest.raises(PoolGone, match=f"cell {cell} of a board of {CELLS}"):
+            client.arrived(cell)
     assert client.closed
 
 

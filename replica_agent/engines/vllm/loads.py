@@ -160,7 +160,7 @@ class _Course:
                 self._leave(load)
                 return True
             if load.waits:
-                load.ask(wait_s)
+                load.wait(wait_s)
             self._after.wait()
             wanted = load.copy(PIECE)
             with self._lock:
