@@ -1,7 +1,7 @@
 """How much a peer may say: every length and number of a message has a bound, which its decoder holds it to.
 
-Types for the fields of `kvstore.messages`. Who sends something that came from elsewhere, such as an engine's words,
-cuts it with `clipped`: the reader would refuse all of the message.
+Types for the fields of `kvstore.messages` and `kvstore.peer_messages`. Who sends something that came from elsewhere,
+such as an engine's words, cuts it with `clipped`: the reader would refuse all of the message.
 """
 
 from __future__ import annotations

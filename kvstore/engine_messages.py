@@ -27,10 +27,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvstore.bounds import Name
 from kvstore.errors import ProtocolError
 from kvstore.frames import body_length, framed
 from kvstore.hint import Hint
 from kvstore.messages import MAX_FRAME_BYTES
+from kvstore.namespace import EngineIdentity
 
 ENGINE_PROTOCOL_VERSION = 2
 MAX_WAIT_S = 0.1
@@ -57,12 +59,12 @@ class EngineHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: str
-    layout: str
+    dtype: Name
+    layout: Name
     block_size: int
     block_bytes: int
-    hash_algorithm: str
-    identity: dict[str, str]
+    hash_algorithm: Name
+    identity: EngineIdentity
     loads: bool = True
 
 

@@ -27,6 +27,10 @@ SLOT_LAYOUT = "hl2td-v1"
 """Order of a slot's payload: heads, layers, K and V, tokens, dims. Part of the namespace: another order must miss."""
 
 
+EngineIdentity = Annotated[dict[Name, Annotated[str, Meta(max_length=16_384)]], Meta(max_length=64)]
+"""What an engine says of its weights and positions, by name."""
+
+
 class KvNamespace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal for the bytes under one ContentKey to be equal.
 
@@ -42,7 +46,7 @@ class KvNamespace(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Count
     block_bytes: Count
     hash_algorithm: Name
-    identity: Annotated[dict[Name, Annotated[str, Meta(max_length=16_384)]], Meta(max_length=64)]
+    identity: EngineIdentity
 
     @property
     def digest(self) -> bytes:

@@ -13,10 +13,14 @@ import asyncio
 import os
 import secrets
 import time
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from kvstore.bounds import Seconds
 from kvstore.errors import TransferError, TransportUnavailable
+from kvstore.namespace import MAX_CONTENT_KEYS
 from kvstore.peer_messages import Offer
 from kvstore.transfer.base import Arrived, Authorize, Grant, Plan, Region, Result, Transport
 from kvstore.transfer.host import has_rdma, host_identity, may_read_memory
@@ -24,6 +28,7 @@ from kvstore.transfer.job import Job, Jobs, run, size_error
 from kvstore.transfer.nixl_agent import CHUNK, Address, NixlAgent, Steps
 
 _TAG_BYTES = 8
+_Slots = Annotated[list[int], Meta(max_length=MAX_CONTENT_KEYS)]
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -39,10 +44,10 @@ class _Push(msgspec.Struct, frozen=True, array_like=True):
     """Write `sources` into `targets` of the slots at `reader` within `seconds`; note each chunk under `tag`."""
 
     reader: Address
-    sources: list[int]
-    targets: list[int]
-    tag: bytes
-    seconds: float
+    sources: _Slots
+    targets: _Slots
+    tag: Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
+    seconds: Seconds
 
     def note(self, at: int) -> bytes:
         """What is noted when the chunk that begins at this index of the slots has been written."""

@@ -18,10 +18,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from kvstore.bounds import U64, Count, Name
 from kvstore.errors import TransferError, TransportUnavailable
 from kvstore.transfer.base import Region, Result
 from kvstore.transfer.host import has_rdma
@@ -44,6 +46,9 @@ MODULES = ("nixl_cu12._api", "nixl_cu13._api")
 PEERS = 64
 """Connections kept; one more, and the one that was idle longest is given up."""
 
+MAX_SLOTS = 1 << 24
+"""Of a peer: NIXL takes 24 bytes for each of them when it connects."""
+
 _POLL_S = 50e-6
 _ORPHAN_S = 0.1
 _PROGRESS_US = 1_000
@@ -53,11 +58,11 @@ _PROGRESS_US = 1_000
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """How another NIXL agent finds this one's slots; `metadata` is NIXL's own."""
 
-    name: str
+    name: Name
     metadata: bytes
-    base: int
-    pitch: int
-    slots: int
+    base: U64
+    pitch: Count
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 
 
 class Peer:

@@ -17,9 +17,13 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from kvstore.bounds import Name
+from kvstore.namespace import MAX_CONTENT_KEYS
 from kvstore.transfer.base import Authorize, Region
 
 MAX_CONNECTIONS = 64
@@ -42,9 +46,9 @@ LENGTH = struct.Struct("<I")
 class Ask(msgspec.Struct, frozen=True, array_like=True):
     """Send these slots, which the lease names."""
 
-    lease: str
+    lease: Name
     secret: bytes
-    slots: list[int]
+    slots: Annotated[list[int], Meta(max_length=MAX_CONTENT_KEYS)]
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

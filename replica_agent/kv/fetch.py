@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstore.board import Board, Progress
+from kvstore.bounds import clipped
 from kvstore.errors import WrongBytes
 from kvstore.messages import FetchOutcome
 from kvstore.namespace import KvNamespace, pack_content_keys
@@ -125,7 +126,7 @@ class Fetch:
     async def _run(self, decided: Callable[[int], None]) -> Fetched:
         around, order = self._around, self.order
         grant = await self._ask_and_reserve()
-        blocks = min(len(grant.slots), len(grant.generations), len(order.keys))
+        blocks = len(grant.slots)
         if not blocks:
             return Fetched(0, FetchOutcome.MISSED, "not_held")
         self._lease = grant.lease
@@ -160,7 +161,7 @@ class Fetch:
         request = LeaseRequest(
             reader=around.reader,
             secret=around.secret,
-            request=order.request,
+            request=clipped(order.request),
             namespace=around.namespace,
             keys=pack_content_keys(order.keys),
             ttl_s=around.ttl_s,

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvstore.bounds import clipped
 from kvstore.errors import TransferError
 from kvstore.peer_frames import Verb
 from kvstore.peer_messages import PROOF_HEADER
@@ -54,7 +55,7 @@ def lease_routes(service: LeaseService) -> list[Route]:
                     return Response(await transport.serve(granted, message), media_type="application/octet-stream")
                 except (TransferError, NotImplementedError) as error:
                     raise HTTPException(409, str(error)) from error
-        raise HTTPException(404, f"transport: there is no {name!r} here")
+        raise HTTPException(404, f"transport: there is no {clipped(name)!r} here")
 
     return [
         Route("/v1/leases", grant, methods=["POST"]),

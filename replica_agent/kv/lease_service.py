@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvstore.bounds import MAX_TEXT, clipped
 from kvstore.errors import PoolError
 from kvstore.lease import Busy, Leases
 from kvstore.namespace import unpack_content_keys
@@ -22,8 +23,6 @@ from kvstore.peer_messages import (
 from kvstore.transfer.base import Grant
 from replica_agent.errors import LeaseRequestBad
 from replica_agent.kv.pool_keeper import PoolKeeper
-
-SECRET_BYTES = 16
 
 _T = TypeVar("_T")
 
@@ -48,8 +47,7 @@ class LeaseService:
                 raise LeaseRequestBad(404, "no such lease, or it is over")
             return 200, msgspec.msgpack.encode(LeaseTerm(ttl_s=ttl_s))
         leases = self.keeper.leases if self.keeper else None
-        copied = None if proof.copied is None else max(0, proof.copied)
-        held = leases is not None and leases.release(lease, proof.secret, copied=copied)
+        held = leases is not None and leases.release(lease, proof.secret, copied=proof.copied)
         return 200, msgspec.msgpack.encode(LeaseRelease(held=held))
 
     def authorize(self, lease: str, secret: bytes) -> Grant:
@@ -65,13 +63,11 @@ class LeaseService:
             keys = unpack_content_keys(asked.keys)
         except ValueError as error:
             raise LeaseRequestBad(400, f"keys: {error}") from error
-        if len(asked.secret) != SECRET_BYTES:
-            raise LeaseRequestBad(400, f"secret: expected {SECRET_BYTES} bytes, got {len(asked.secret)}")
         if keeper is None or keeper.pool is None or keeper.leases is None or keeper.namespace is None:
             return LeaseRefused(code="no_engine", reason="no engine has connected to this agent's pool yet")
         different = keeper.namespace.differences(asked.namespace)
         if different:
-            return LeaseRefused(code="namespace", reason="; ".join(different))
+            return LeaseRefused(code="namespace", reason=clipped("; ".join(different), MAX_TEXT))
         try:
             lease = keeper.leases.grant(asked.secret, keys, asked.ttl_s)
         except PoolError as error:

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvstore.errors import ProtocolError, TransferError
+from kvstore.namespace import CONTENT_KEY_BYTES
 from kvstore.peer_frames import Tell, Verb
 from kvstore.peer_messages import (
     PROOF_HEADER,
@@ -90,8 +91,6 @@ class Peers:
         try:
             async with asyncio.timeout(timeout):
                 grant = await asyncio.shield(asking)
-            self._knock_at(url, grant.door)
-            return grant
         except TimeoutError:
             self._give_back_when_granted(asking, url, request.secret)
             raise PeerError("timeout", f"{url}: no lease within {timeout:.3f} s") from None
@@ -101,6 +100,13 @@ class Peers:
         except PeerError as error:
             self._remember(place, error)
             raise
+        try:
+            grant.check(len(request.keys) // CONTENT_KEY_BYTES)
+        except ProtocolError as error:
+            self._give_back_when_granted(asking, url, request.secret)
+            raise PeerError("nonsense", f"{url}: not a LeaseGrant: {error}") from error
+        self._knock_at(url, grant.door)
+        return grant
 
     async def renew(self, url: str, lease: str, secret: bytes, timeout: float) -> float:
         """Seconds that the lease has from now on."""
@@ -268,4 +274,5 @@ def _refusal(url: str, status: int, data: bytes) -> PeerError:
             refused = msgspec.msgpack.decode(data, type=LeaseRefused)
             if refused.code in _REFUSALS:
                 return PeerError(refused.code, f"{url}: {refused.reason:.500}")
-    return PeerError("unauthorized" if status in (401, 403) else "status", f"{url}: status {status}")
+    why = f": {data[:500].decode(errors='replace')}" if status == 400 else ""
+    return PeerError("unauthorized" if status in (401, 403) else "status", f"{url}: status {status}{why}")

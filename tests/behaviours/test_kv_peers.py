@@ -42,7 +42,7 @@ from starlette.routing import Route
 from kvstore.hint import Hint
 from kvstore.messages import FetchOutcome
 from kvstore.namespace import unpack_content_keys
-from kvstore.peer_messages import LeaseGrant, LeaseRelease, LeaseRequest
+from kvstore.peer_messages import LeaseGrant, LeaseRelease, LeaseRequest, Offer
 from kvstore.region import make_region
 from kvstore.slot import seal
 from kvstore.transfer.base import Grant
@@ -155,13 +155,17 @@ def reversed_slots(asked: LeaseRequest, liar: Liar) -> LeaseGrant:
 
 LIES: Sequence[tuple[str, Callable[[LeaseRequest, Liar], LeaseGrant | Response], bool, str]] = (
     ("a lease that it does not confirm", lying(), False, "lease_not_held"),
-    ("more slots than were asked for", lying(slots=[*range(40)], generations=[1] * 40), False, "lease_not_held"),
+    ("more slots than were asked for", lying(slots=[*range(40)], generations=[1] * 40), True, "nonsense"),
     ("other blocks", reversed_slots, True, "wrong_bytes"),
     ("slots that nobody wrote", unwritten, True, "wrong_bytes"),
     ("generations of before", lying(generations=[7] * BLOCKS), True, "wrong_bytes"),
     ("slots that it has not", lying(slots=[10**6] * BLOCKS), True, "broken"),
-    ("slots below the first", lying(slots=[-1] * BLOCKS), True, "broken"),
-    ("no generations", lying(generations=[]), True, "not_held"),
+    ("slots below the first", lying(slots=[-1] * BLOCKS), True, "nonsense"),
+    ("no generations", lying(generations=[]), True, "nonsense"),
+    ("a generation too many", lying(generations=[1] * (BLOCKS + 1)), True, "nonsense"),
+    ("a lease of no name", lying(lease=""), True, "nonsense"),
+    ("a lease that is a path", lying(lease="../hello"), True, "nonsense"),
+    ("more ways to reach it than there are", lying(offers=[Offer(transport="tcp", data=b"")] * 17), True, "nonsense"),
     ("slots of another size", lying(pitch=2 * PITCH), True, "no_transport"),
     ("no way to reach it", lying(offers=[]), True, "no_transport"),
     ("noise", lambda asked, liar: Response(b"\xc1\xff noise"), True, "nonsense"),
@@ -195,7 +199,7 @@ async def test_wrong_bytes_are_never_served_by_an_owner_that_lies(tmp_path: Path
             assert liar.asked == number + 1, name
             await reader.quiet()
         wrong = {kind: count for kind, count in reader.kv.wrong_bytes.items() if count}
-        assert wrong == {"lease": 2, "key": 1, "trailer": 1, "generation": 1}
+        assert wrong == {"lease": 1, "key": 1, "trailer": 1, "generation": 1}
         # Were they believed, it would show.
         liar.grants, liar.held = lying(), True
         hint = Hint(request="r", source="liar", url=url, blocks=BLOCKS, deadline_ms=20_000)

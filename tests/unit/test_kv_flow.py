@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from agent_support import (
     SEED,
@@ -71,6 +72,17 @@ async def test_blocks_come_from_the_peer(tmp_path: Path, transports: str) -> Non
         assert reader.records[-1].outcome is FetchOutcome.LOCAL
         await source.quiet()
         await reader.quiet()
+
+
+async def test_a_request_with_a_long_id_is_fetched_like_any_other(tmp_path: Path) -> None:
+    """A client may choose it; what a lease request has room for is cut."""
+    async with pair(tmp_path, Network()) as (source, reader):
+        keys = keys_of(*range(4))
+        await source.engine.save(keys)
+        hint = msgspec.structs.replace(source.hint(4), request="r" * 1_024)
+        assert await reader.engine.load("r", keys, hint) == 4
+        (record,) = reader.records
+        assert (record.outcome, len(record.gateway_request)) == (FetchOutcome.FETCHED, 512)
 
 
 async def test_what_the_reader_has_is_not_fetched(tmp_path: Path) -> None:

@@ -111,11 +111,14 @@ async def test_a_lease_that_nobody_releases_ends_and_its_slots_are_held(tmp_path
     [
         (asking(namespace=namespace(dtype="float16")), "namespace", "dtype: 'float32' here, 'float16' there"),
         (asking(namespace=namespace(identity={"model": "m"})), "namespace", "weights: 'w' here, None there"),
-        (asking(secret=b"short"), "status", "status 400"),
-        (asking(keys=b"short"), "status", "status 400"),
-        (asking(keys=bytes(32 * 70_000)), "status", "status 400"),
-        (asking(ttl_s=-1.0), "status", "status 400"),
-        (asking(ttl_s=float("nan")), "status", "status 400"),
+        (asking(namespace=namespace(identity={"model": "m" * 16_384})), "namespace", "model: 'm' here, 'mmm"),
+        (asking(secret=b"short"), "status", r"status 400.*\$\.secret"),
+        (asking(keys=b"short"), "status", "status 400.*keys: "),
+        (asking(keys=bytes(32 * 70_000)), "status", r"status 400.*\$\.keys"),
+        (asking(ttl_s=-1.0), "status", r"status 400.*\$\.ttl_s"),
+        (asking(ttl_s=float("nan")), "status", r"status 400.*\$\.ttl_s"),
+        (asking(transports=["tcp"] * 17), "status", r"status 400.*\$\.transports"),
+        (asking(request="r" * 513), "status", r"status 400.*\$\.request"),
     ],
 )
 async def test_a_request_that_cannot_be_met_is_refused(
@@ -167,12 +170,16 @@ class Odd:
 
     def __init__(self, response: Response) -> None:
         self.response = response
-        self.asked = 0
+        self.paths: list[str] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await Request(scope, receive).body()
-        self.asked += 1
+        self.paths.append(scope["path"])
         await self.response(scope, receive, send)
+
+    @property
+    def asked(self) -> int:
+        return len(self.paths)
 
 
 async def _drip() -> Any:
@@ -211,6 +218,28 @@ async def test_what_a_peer_answers_becomes_one_word(response: Response, code: st
         with pytest.raises(PeerError):
             await peers.lease(url, asking(), DEADLINE_S)
         assert odd.asked == before + 1
+
+
+@pytest.mark.parametrize(
+    ("lies", "field"),
+    [
+        ({"slots": [*range(5)], "generations": [1] * 5}, "slots: 5 for 4"),
+        ({"generations": [1]}, "generations: 1 for 2"),
+        ({"slots": [-1, 2]}, r"\$\.slots"),
+        ({"lease": "x/../y"}, r"\$\.lease"),
+    ],
+)
+async def test_a_grant_that_is_no_answer_is_named_and_given_back_where_it_can_be(
+    lies: dict[str, Any], field: str
+) -> None:
+    fields = {"lease": "l", "ttl_s": 1.0, "slots": [1, 2], "generations": [1, 1], "pitch": 1, "offers": []}
+    odd = Odd(Response(msgspec.msgpack.encode(fields | lies)))
+    async with serving(odd) as url, reading() as peers:
+        with pytest.raises(PeerError, match=field) as refused:
+            await peers.lease(url, asking(), DEADLINE_S)
+        assert refused.value.code == "nonsense"
+        await until(lambda: not peers._background)
+        assert odd.paths == ["/v1/leases"] + ["/v1/leases/l/release"] * field.startswith(("slots", "generations"))
 
 
 async def test_a_peer_that_is_not_there() -> None:

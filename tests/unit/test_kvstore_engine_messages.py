@@ -135,6 +135,22 @@ def test_a_wrong_type_is_a_protocol_error_that_names_the_field() -> None:
         decode_question(msgspec.msgpack.encode(changed))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "x" * 513),
+        ("layout", "x" * 513),
+        ("hash_algorithm", "x" * 513),
+        ("identity", {str(number): "" for number in range(65)}),
+        ("identity", {"rope": "x" * 16_385}),
+    ],
+)
+def test_a_namespace_that_could_not_be_told_to_peers_is_refused_by_name(field: str, value: object) -> None:
+    told = msgspec.structs.replace(HELLO, **{field: value})
+    with pytest.raises(ProtocolError, match=rf"\$\.{field}"):
+        decode_hello(encode(told)[4:])
+
+
 def test_frames_are_bounded_on_both_sides() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
         encode(Lookup(request="r", keys=bytes(MAX_FRAME_BYTES)))

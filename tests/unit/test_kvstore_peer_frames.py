@@ -49,3 +49,19 @@ def test_what_is_too_long_is_neither_sent_nor_waited_for() -> None:
 def test_what_is_no_question_is_said_to_be_none(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a Ask"):
         unpack(body, Ask)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "field"),
+    [
+        (Knock, ["x" * 4_097], "token"),
+        (Ask, [-1, "renew", "l", b""], "number"),
+        (Ask, [1, "renew", "x" * 65, b""], "lease"),
+        (Ask, [1, "renew", "l", "text"], "body"),
+        (Tell, [-1, 200, b""], "number"),
+        (Tell, [1, 20, b""], "status"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(kind: type[Ask], told: list[object], field: str) -> None:
+    with pytest.raises(ProtocolError, match=rf"\$\.{field}"):
+        unpack(msgspec.msgpack.encode(told), kind)
