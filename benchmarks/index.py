@@ -150,9 +150,7 @@ class Streams:
         """As `ReportStream` does with what arrives, a chunk at a time."""
         reader, stream = FrameReader(), self.streams[replica]
         for begin in range(0, len(data), CHUNK):
-            for report in reader.feed(data[begin : begin + CHUNK]):
-                await stream._apply(report)
-            await stream._flush()
+            await stream.take(reader, data[begin : begin + CHUNK])
 
 
 def beat(seq: int, digest: int) -> Heartbeat:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
@@ -13,6 +12,7 @@ import numpy as np
 from opentelemetry import propagate, trace
 
 from gateway.fleet.replica import Replica
+from gateway.fleet.turns import Turns
 from gateway.placement.blocks import PIECE_BLOCKS
 from gateway.placement.column import Keys
 from gateway.placement.index import PrefixIndex
@@ -53,11 +53,6 @@ MERGED_BYTES = 8 * PIECE_BLOCKS
 
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
-SNAPSHOT_REST = 4.0
-LONGEST_REST_S = 10.0
-"""After a snapshot that took t seconds of work the next one is taken up 4 t later, at most 10 s: whoever sends nothing
-but snapshots gets a fifth of an event loop, and no longer a queue than its own."""
-
 
 class StreamLost(Exception):
     """The reports can be followed no further; the message says why, `kind` in a word fit for a metric."""
@@ -73,8 +68,8 @@ class ReportStream:
     Owns the replica's share of the index and its `hello`, `heartbeat`, `reporting` and `agent_error`. The replica is
     `reporting` from the first heartbeat on that confirms a whole snapshot by its digest, until the stream is lost or
     another snapshot begins: nothing is credited that nobody vouches for, and its share is emptied. All that is done in
-    pieces, between which requests are placed. What a peer can make this side keep is one frame and one share of the
-    index, which has a bound of its own.
+    turns (`gateway.fleet.turns`), between which requests are placed and other streams are followed. What a peer can
+    make this side keep is one frame and one share of the index, which has a bound of its own.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class ReportStream:
         on_model_files: Callable[[Replica, ModelFiles], Awaitable[None]] | None,
         on_fetch: Callable[[FetchRecord], None],
         on_heartbeat: Callable[[str], None] = lambda replica: None,
-        clock: Callable[[], float] = time.monotonic,
+        turns: Turns | None = None,
     ) -> None:
         """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has.
         Without `on_model_files` they are not asked for."""
@@ -105,15 +100,13 @@ class ReportStream:
         self._on_model_files = on_model_files
         self._on_fetch = on_fetch
         self._on_heartbeat = on_heartbeat
-        self._clock = clock
+        self._turns = turns or Turns()
         self._changes: list[Stored | Removed] = []
         self._disbelieved = ""
         self._taken_up = 0
         self._epoch = self._seq = -1
         self._next_part: int | None = 0
         """Of the snapshot that is being received; None once it is whole."""
-        self._worked_s = 0.0
-        self._rests_until = 0.0
         self._verified = False
         self.snapshots = 0
         self.losses: dict[str, int] = {}
@@ -171,10 +164,19 @@ class ReportStream:
                 raise await _refused(response)
             reader = FrameReader()
             async for data in response.aiter_raw():
-                for report in reader.feed(data):
-                    await self._apply(report)
-                await self._flush()
+                await self.take(reader, data)
         raise StreamLost("agent closed the report stream")
+
+    async def take(self, reader: FrameReader, data: bytes) -> None:
+        """Applies what has arrived. Raises ProtocolError, and StreamLost where it cannot be followed."""
+        self._turns.begin()
+        try:
+            for report in reader.feed(data):
+                await self._apply(report)
+                await self._turns.pass_on()
+            await self._flush()
+        finally:
+            self._turns.end()
 
     async def _get(self, path: str, limit: int) -> bytes:
         async with self._client.stream("GET", self._agent.join(path), headers=self._traced(), timeout=10.0) as response:
@@ -217,17 +219,14 @@ class ReportStream:
         if part.last:
             await self._flush()
             self._next_part = None
-            self._rests_until = self._clock() + min(SNAPSHOT_REST * self._worked_s, LONGEST_REST_S)
             self.snapshots += 1
 
     async def _begin_snapshot(self, first: Snapshot) -> None:
-        """What was held is worth nothing from here on; what comes is taken in once it is this side's turn."""
+        """What was held is worth nothing from here on."""
         self._changes, self._taken_up = [], 0
         self._set_reporting(False, "receiving a snapshot")
         self._epoch, self._seq, self._next_part = first.epoch, first.seq, 0
-        self._worked_s = 0.0
         await self._empty()
-        await asyncio.sleep(max(0.0, self._rests_until - self._clock()))
 
     async def _apply_delta(self, delta: Delta) -> None:
         if (delta.epoch, delta.seq) != (self._epoch, self._seq + 1):
@@ -279,28 +278,23 @@ class ReportStream:
         changes, self._changes, self._taken_up = self._changes, [], 0
         if not changes:
             return
-        begun = self._clock()
         tier = changes[0].tier
         keys = _unpack([change.keys for change in changes])
         parents = _unpack([change.parents for change in changes if isinstance(change, Stored)])
         for begin in range(0, len(keys), PIECE_BLOCKS):
-            if begin:
-                await asyncio.sleep(0)
             end = begin + PIECE_BLOCKS
             if isinstance(changes[0], Stored):
                 self._index.store(self._replica.id, tier, keys[begin:end], parents[begin:end])
             else:
                 self._index.remove(self._replica.id, tier, keys[begin:end])
-        self._worked_s += self._clock() - begun
+            await self._turns.pass_on()
         reported = sum(self._index.reported_blocks(self._replica.id, tier) for tier in Tier)
         if reported > MAX_REPLICA_BLOCKS:
             raise ProtocolError(f"{reported} blocks reported; the limit is {MAX_REPLICA_BLOCKS}")
 
     async def _empty(self, tiers: Sequence[Tier] = tuple(Tier)) -> None:
-        begun = self._clock()
         for _ in self._index.clearing(self._replica.id, tiers):
-            await asyncio.sleep(0)
-        self._worked_s += self._clock() - begun
+            await self._turns.pass_on()
 
     def _set_reporting(self, reporting: bool, why: str) -> None:
         self._replica.reporting = reporting
@@ -312,7 +306,9 @@ class ReportStream:
         self.losses[kind] = self.losses.get(kind, 0) + 1
         self._changes, self._taken_up, self._disbelieved = [], 0, ""
         self._set_reporting(False, why)
+        self._turns.begin()
         await self._empty()
+        self._turns.end()
 
 
 def _check(change: Stored | Removed) -> None:

@@ -135,15 +135,15 @@ class Blocks:
         return at
 
     def held(self, tier: Tier, word: int, mask: np.uint64, most: int) -> Iterator[Rows]:
-        """Rows of the blocks that a replica holds in `tier`, at most `most` at a time; they may change in between."""
+        """Rows of the blocks that a replica holds in `tier`, at most `most` at a time, none where there are none among
+        many; they may change in between."""
         plane, begin = self.planes.get((tier, word)), 1
         while plane is not None and begin < self.table.top:
             rows = (plane.values[begin : min(begin + SWEEP_ROWS, self.table.top)] & mask).nonzero()[0][: most + 1]
             last = begin + SWEEP_ROWS
             if rows.size > most:
                 last = begin + int(rows[most])
-            if rows.size:
-                yield (rows[:most] + begin).astype(np.uint32)
+            yield (rows[:most] + begin).astype(np.uint32)
             begin = last
 
     def shared(self, tier: Tier, masks: dict[int, int], least: int = 2) -> tuple[Rows, list[tuple[int, Keys]]]:

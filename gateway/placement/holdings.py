@@ -128,11 +128,16 @@ class Holdings:
         share = self._shares[replica]
         for tier in tiers:
             share.evicted[tier] = share.evicted_sums[tier] = 0
+            if not share.counts[tier]:
+                continue
             for rows in self._blocks.held(tier, share.word, share.mask, PIECE_BLOCKS):
-                self._lose(replica, share, tier, self._blocks.table.keys.values.take(rows), rows)
+                if rows.size:
+                    self._lose(replica, share, tier, self._blocks.table.keys.values.take(rows), rows)
                 yield
                 if self._shares.get(replica) is not share:
                     return
+                if not share.counts[tier]:
+                    break
 
     def _store(self, replica: str, share: Share, tier: Tier, keys: Keys, parents: Keys) -> None:
         if np.count_nonzero(keys) != keys.size:
@@ -281,7 +286,7 @@ class Holdings:
     def blocks_of(self, replica: str, tier: Tier) -> Iterator[Change]:
         """What `replica` holds in `tier`, in pieces, told as if it got it just now; not to be used over a change."""
         share, blocks = self._shares[replica], self._blocks
-        for rows in blocks.held(tier, share.word, share.mask, PIECE_BLOCKS):
+        for rows in filter(len, blocks.held(tier, share.word, share.mask, PIECE_BLOCKS)):
             own = blocks.masks(tier, share.word, rows) & share.rest
             sets = [(share.word, own), *blocks.others(tier, share.word, rows)]
             yield Change(replica, share.bit, tier, True, blocks.table.keys.values.take(rows), sets)

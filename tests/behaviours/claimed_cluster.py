@@ -191,12 +191,12 @@ class Claimed:
 
 @contextlib.asynccontextmanager
 async def claimed_cluster(
-    count: int = 1, *, blocks: Sequence[int] = (), bare: str = "", **settings: Any
+    count: int = 1, *, blocks: Sequence[int] = (), bare: str = "", bare_agent: str | None = None, **settings: Any
 ) -> AsyncIterator[Claimed]:
     """A deployment in this process, ready: every engine is up and every agent's reports are followed.
 
-    `blocks` are the block sizes of the engines, if they differ. With `bare` there is one engine more, without an agent,
-    which serves a model of that name.
+    `blocks` are the block sizes of the engines, if they differ. With `bare` there is one engine more, without an agent
+    of ours, which serves a model of that name; `bare_agent` is the URL of what is to be taken for one.
     """
     async with contextlib.AsyncExitStack() as stack:
         engines, replicas = [], []
@@ -223,7 +223,8 @@ async def claimed_cluster(
             engine.publisher = Publisher(free_port(), None)
             stack.callback(engine.publisher.close)
             engines.append(engine)
-            replicas.append(ReplicaSettings(id="bare", engine=await stack.enter_async_context(serving(engine.app))))
+            url = await stack.enter_async_context(serving(engine.app))
+            replicas.append(ReplicaSettings(id="bare", engine=url, agent=bare_agent))
         placement = PlacementSection(route_seed=SEED, allow_pinning=True)
         made = Settings(replicas=replicas, placement=placement, **settings)
         running = await stack.enter_async_context(serving_gateway(made))

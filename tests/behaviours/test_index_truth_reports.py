@@ -83,25 +83,24 @@ async def test_a_large_snapshot_is_routed_by_hash_until_it_is_whole(monkeypatch:
     told = Told(seed=0)
     told.store(0, list(prompt))
     told.store(1_000, list(range(10**6, 10**6 + 2_000 * 16)))
-    stream, reader = following(parts.index, holder, parts.client), FrameReader()
+    stream, reader, counting = following(parts.index, holder, parts.client), FrameReader(), FrameReader()
     home = None
     received = 0
     async for data in told.hub.open():
-        for report in reader.feed(data):
-            received += isinstance(report, Snapshot)
-            await stream._apply(report)
-            if not holder.reporting:
-                request = exchange(identity(prompt))
-                parts.place.place(request)
-                assert request.placement is not None
-                assert request.placement.predicted_cached_tokens == 0, "nothing is credited before it is confirmed"
-                home = home or request.placement.replica
-                assert request.placement.replica == home, "the ring says where"
-                parts.place.unplace(request, answered=False)
-                if received:
-                    assert holder.agent_error == "receiving a snapshot"
-                    assert holder.heartbeat is None or holder.heartbeat.running == 5
-        if holder.reporting:
+        received += sum(isinstance(report, Snapshot) for report in counting.feed(data))
+        await stream.take(reader, data)
+        if not holder.reporting:
+            request = exchange(identity(prompt))
+            parts.place.place(request)
+            assert request.placement is not None
+            assert request.placement.predicted_cached_tokens == 0, "nothing is credited before it is confirmed"
+            home = home or request.placement.replica
+            assert request.placement.replica == home, "the ring says where"
+            parts.place.unplace(request, answered=False)
+            if received:
+                assert holder.agent_error == "receiving a snapshot"
+                assert holder.heartbeat is None or holder.heartbeat.running == 5
+        else:
             break
     assert received >= 2_064 / 64 / 4
     request = exchange(identity(prompt))
@@ -123,7 +122,7 @@ class Schedule:
         self.replica = Replica(ReplicaSettings(id="r", engine=str(URL), agent=str(URL)))
         self.stream = following(index, self.replica, client)
         self.frames: AsyncIterator[bytes] | None = None
-        self.reader = FrameReader()
+        self.readers = FrameReader(), FrameReader()
         self.mirror = Mirror()
         self.pipe = b""
         self.confirmed = 0
@@ -158,7 +157,7 @@ class Schedule:
             await self.stream._lost(why, "reports")
             assert not any(set(self.index.keys_of("r", tier)) for tier in Tier)
             assert not self.replica.reporting
-        self.frames, self.reader, self.mirror, self.pipe = None, FrameReader(), Mirror(), b""
+        self.frames, self.readers, self.mirror, self.pipe = None, (FrameReader(), FrameReader()), Mirror(), b""
         self.stream._epoch, self.stream._next_part = -1, 0  # as a new session begins
 
     async def pass_on(self) -> None:
@@ -174,10 +173,9 @@ class Schedule:
                 return
         size = self.rng.randrange(1, len(self.pipe) + 1)
         data, self.pipe = self.pipe[:size], self.pipe[size:]
-        for report in self.reader.feed(data):
+        for report in self.readers[0].feed(data):
             self.mirror.apply(report)
-            await self.stream._apply(report)
-        await self.stream._flush()
+        await self.stream.take(self.readers[1], data)
         if self.replica.reporting:
             self.confirmed += 1
             credited = {tier: set(self.index.keys_of("r", tier)) for tier in TIERS}

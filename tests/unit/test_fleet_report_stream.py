@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import httpx
@@ -19,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.fleet import report_stream
+from gateway.fleet import report_stream, turns
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
+from gateway.fleet.turns import Turns
 from gateway.placement import blocks, holders, holdings
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims
@@ -274,6 +276,7 @@ class Watch:
 async def test_a_large_snapshot_leaves_others_their_turn_and_so_does_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (blocks, holdings, report_stream):
         monkeypatch.setattr(module, "PIECE_BLOCKS", 10)
+    monkeypatch.setattr(turns, "TURN_S", 0.0)
     many = list(range(10, 45))
     async with pair() as (agent, gateway):
         watch = Watch(gateway)
@@ -347,41 +350,6 @@ async def test_more_blocks_than_may_be_are_refused(
         await gateway.refuses("blocks", "the limit is 4")
         await until(lambda: gateway.stream.losses.get("protocol") == 1)
         await gateway.reports([])
-
-
-async def test_endless_snapshots_get_a_fifth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of the stream: each rests four times as long as the one before it took."""
-    monkeypatch.setattr(report_stream, "LONGEST_REST_S", 0.05)
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.001
-        return now[0]
-
-    async with pair() as (agent, gateway):
-        gateway.stream._clock, gateway.stream._rests_until = clock, 0.0
-        begun, waits = now[0], []
-        sleep = asyncio.sleep
-
-        async def slept(seconds: float) -> None:
-            if asyncio.current_task() is not test and seconds:
-                waits.append(seconds)
-                now[0] += seconds
-                seconds = 0.0
-            await sleep(seconds)
-
-        test = asyncio.current_task()
-        monkeypatch.setattr(report_stream.asyncio, "sleep", slept)
-        before = gateway.stream.snapshots
-        for epoch in range(2, 52):
-            agent.say(snapshot(epoch, 0, [epoch]))
-        agent.say(beat(51, 0, (Tier.HBM, [51])))
-        await gateway.reports([51])
-        assert gateway.stream.snapshots == before + 50
-        assert len(waits) >= 49
-        assert sum(waits) >= 0.5 * (now[0] - begun)
-        assert max(waits) <= 0.05
-        assert gateway.stream.losses == {}
 
 
 async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
@@ -653,3 +621,35 @@ async def test_model_files_are_asked_for_where_they_are_offered() -> None:
     async with pair() as (_, gateway):
         await gateway.reports([])
         assert gateway.files == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [[], [stored(11), removed(11)], [Cleared(tier=Tier.NVME)] * 12],
+    ids=["nothing", "a block that comes and goes", "a tier that is empty"],
+)
+async def test_small_deltas_that_never_end_leave_others_their_turn(change: list[Change]) -> None:
+    """Of a thousand that arrive at once no more than some are applied before others have had theirs."""
+    ticks = 0.0
+
+    def ticking() -> float:
+        nonlocal ticks
+        ticks += turns.TURN_S / 20
+        return ticks
+
+    async with pair() as (agent, gateway):
+        gateway.stream._turns = Turns(ticking, lambda: 0.0)
+        applied: list[int] = []
+
+        async def others() -> None:
+            while True:
+                applied.append(gateway.stream._seq)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(others())
+        deltas = [delta(1, seq, *change) for seq in range(1, 1_001)]
+        agent.say_raw(b"".join(encode_frame(each) for each in deltas))
+        await until(lambda: gateway.stream._seq == 1_000)
+        watching.cancel()
+        assert max(after - before for before, after in itertools.pairwise(applied)) <= 25
+        assert gateway.stream.losses == {}
