@@ -170,10 +170,11 @@ class Catalogue:
                 self._remove(engine_hash, _POOL)
 
     def take_changes(self, limit: int) -> list[Change]:
-        """Up to `limit` blocks that became held or are held no more since the last call; each appears once."""
+        """What has become of about `limit` blocks since the last call, no more than twice as many in a tier: each that
+        is gone or was in between, and then each that is held now and was not all the time."""
         changes: list[Change] = []
         for held in self._held.values():
-            changes += held.take(limit - _blocks_in(changes))
+            changes += held.take(max(0, limit - _blocks_in(changes)))
         return changes
 
     def _store(self, event: BlockStored, *, first: bool, run: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from itertools import islice
 
 from kvstore.identity import pack_keys
@@ -11,10 +12,20 @@ from replica_agent.cast_off import CastOff
 _MASK = (1 << 64) - 1
 
 
+class _Turn(Enum):
+    """What has become of a key since it was last told."""
+
+    COME = auto()
+    GONE = auto()
+    GONE_AND_BACK = auto()
+
+
 class HeldKeys:
     """Keys with their parents' keys, by shard; how often each is held; and what has changed since it was last told.
 
     Several engine hashes can lead to one key (the same tokens, hashed differently): it is held while any of them is.
+    One that was told, went, and came back is told to be removed, and then to be stored: a gateway that counted on it
+    learns that it was not there all the time (its trust depends on that). One that came and went is not told.
     Owned and mutated by one `Catalogue`. `digest` is kept, not computed. What is cleared is let go of at once and freed
     by `sweep`, a piece at a time.
     """
@@ -23,7 +34,7 @@ class HeldKeys:
         self._tier = tier
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._more: dict[int, int] = {}
-        self._changed: dict[int, bool] = {}
+        self._changed: dict[int, _Turn] = {}
         self._cleared = False
         self._cast_off = CastOff()
         self._sum = 0
@@ -66,9 +77,12 @@ class HeldKeys:
         self._turn(key, False)
 
     def _turn(self, key: int, now: bool) -> None:
-        # Turns of one key alternate, so a second one since the last take undoes the first.
-        if self._changed.pop(key, None) is None:
-            self._changed[key] = now
+        # Turns of one key alternate.
+        before = self._changed.pop(key, None)
+        if now:
+            self._changed[key] = _Turn.COME if before is None else _Turn.GONE_AND_BACK
+        elif before is not _Turn.COME:
+            self._changed[key] = _Turn.GONE
 
     def clear(self, *, tell: bool) -> None:
         """Nothing is held any more. Whoever begins a new epoch need not be told."""
@@ -96,7 +110,7 @@ class HeldKeys:
         return keys, parents
 
     def take(self, limit: int) -> list[Change]:
-        """What has become of up to `limit` keys since the last call, each of them once."""
+        """What has become of up to `limit` keys since the last call: what is gone, then what is held now."""
         changes: list[Change] = []
         if self._cleared:
             self._cleared = False
@@ -105,9 +119,9 @@ class HeldKeys:
             taken, self._changed = self._changed, {}
         else:
             taken = {key: self._changed.pop(key) for key in list(islice(self._changed, limit))}
-        if gone := [key for key, now in taken.items() if not now]:
+        if gone := [key for key, turn in taken.items() if turn is not _Turn.COME]:
             changes.append(Removed(tier=self._tier, keys=pack_keys(gone)))
-        if come := [key for key, now in taken.items() if now]:
+        if come := [key for key, turn in taken.items() if turn is not _Turn.GONE]:
             shards = self._shards
             parents = [shards[shard_of(key)][key] for key in come]
             changes.append(Stored(tier=self._tier, keys=pack_keys(come), parents=pack_keys(parents)))
@@ -127,5 +141,5 @@ class HeldKeys:
         assert held == holders
         assert self.count == len(held)
         assert self.digest == digest_of(held, self._tier)
-        for key, now in self._changed.items():
-            assert (key in held) == now
+        for key, turn in self._changed.items():
+            assert (key in held) == (turn is not _Turn.GONE)

@@ -92,7 +92,7 @@ class Trust:
     Only reports are judged, and only those of HBM: not what this gateway believes to be on its way, nor what was to be
     fetched. An engine may evict between a placement and its turn; so a claim is judged at a heartbeat, `SETTLE_S` after
     the answer, and not at all if by then the replica has reported that the claim's last block is gone (engines evict
-    tails before heads; one that is stored again within the same report passes unseen), or its stream was lost. One
+    tails before heads; agents also tell of one that is back already), or its stream was lost. One
     block less than claimed is no contradiction: engines that draft tokens recompute the last.
 
     A claim is multiplied by the average of actual over reported tokens. A gross contradiction is a quarantine: for its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_support import stored, tokens_of, until
+from agent_support import removed, stored, tokens_of, until
 from claimed_cluster import BLOCK, claimed_cluster, prompt
 
 WHOLE = 20 * BLOCK
@@ -85,6 +85,32 @@ async def test_an_eviction_that_is_reported_is_no_lie() -> None:
         await cluster.judged(0, 1)
         assert trust.state("replica-0").contradicted == 0
         assert await cluster.credited(prompt(1)) == [WHOLE]
+
+
+async def test_an_eviction_that_is_told_together_with_what_came_after_it_is_no_lie() -> None:
+    """In one batch of events the engine says that the prompt's blocks went and that they are computed again."""
+    async with claimed_cluster() as cluster:
+        await cluster.ask(prompt(1))
+        await cluster.reported(0, 20)
+        engine = cluster.engines[0]
+
+        async def evict_and_compute() -> None:
+            assert engine.publisher is not None
+            hashes: list[int | bytes] = list(engine.hashes(prompt(1)))
+            engine.held.clear()
+            engine.publisher.publish(removed(*reversed(hashes)), stored(hashes, prompt(1)[:WHOLE]))
+
+        engine.before_turn = evict_and_compute
+        receipt = await cluster.ask(prompt(1))
+        assert (receipt["reported_tokens"], receipt["cached_tokens"]) == (WHOLE, 0)
+        engine.before_turn = None
+        trust = cluster.gateway.fleet.trust
+        await until(lambda: trust._watched == {}, "the claim was not withdrawn")
+        await cluster.reported(0, 20)
+        await cluster.ask(prompt(1))
+        await cluster.judged(0, 1)
+        state = trust.state("replica-0")
+        assert (state.contradicted, state.quarantines, state.credit) == (0, 0, 1.0)
 
 
 async def test_duplicate_copies_are_counted_at_the_gateway() -> None:

@@ -10,7 +10,7 @@ import pytest
 from agent_support import MODEL, SEED, chain_of, tokens_of
 
 from kvstore.identity import Namespace, pack_tokens, token_keys, unpack_keys
-from kvstore.messages import ROOT_PARENT, Cleared, Stored, Tier, digest_of
+from kvstore.messages import ROOT_PARENT, Cleared, Removed, Stored, Tier, digest_of
 from replica_agent.catalogue import TIERS, Catalogue
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, EngineHash
 
@@ -236,9 +236,27 @@ def test_changes_are_transitions_only() -> None:
     assert isinstance(change, Stored)
     assert list(unpack_keys(change.keys)) == chain_of([1, 2])
     assert list(unpack_keys(change.parents)) == [ROOT_PARENT, chain_of([1])[0]]
-    subject.apply([store([1], [1]), remove(1), remove(2), store([2], [2], parent=1)])
+    subject.apply([store([1], [1]), remove(1), store([3], [3]), remove(3)])
     assert not subject.has_changes
     assert subject.take_changes(ALL) == []
+
+
+def test_what_was_gone_in_between_is_told_to_be_removed_and_stored() -> None:
+    subject = catalogue()
+    subject.apply([store([1, 2, 3], [1, 2, 3])])
+    subject.take_changes(ALL)
+    subject.apply([remove(3), remove(2), store([2, 3], [2, 3], parent=1), remove(3)])
+    gone, come = subject.take_changes(ALL)
+    assert isinstance(gone, Removed) and isinstance(come, Stored)
+    assert set(unpack_keys(gone.keys)) == set(chain_of([1, 2, 3])[1:])
+    assert list(unpack_keys(come.keys)) == chain_of([1, 2])[1:]
+    assert list(unpack_keys(come.parents)) == chain_of([1])
+    assert not subject.has_changes
+    # In pieces too, and one tier leaves room for the other.
+    subject.apply([remove(2), store([2], [2], parent=1), remove(1), store([1], [1]), store([5], [5], tier=Tier.DRAM)])
+    taken = [subject.take_changes(1) for _ in range(3)]
+    assert [type(change) for changes in taken for change in changes] == [Removed, Stored, Removed, Stored, Stored]
+    assert not subject.has_changes
 
 
 def test_changes_can_be_taken_in_pieces() -> None:
@@ -258,6 +276,7 @@ def test_stress_against_the_twin() -> None:
         named: dict[EngineHash, int] = {}
         copies: Counter[tuple[EngineHash, Tier]] = Counter()
         mirror: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
+        left: dict[Tier, set[int]] = {tier: set() for tier in TIERS}
         identified: set[EngineHash] = set()
         pooled: set[EngineHash] = set()
 
@@ -297,10 +316,13 @@ def test_stress_against_the_twin() -> None:
             subject.check()
             assert {each: set(subject.held(each)[0]) for each in TIERS} == expected
             assert subject.digest == sum(digest_of(expected[each], each) for each in TIERS) & (2**64 - 1)
+            for each in TIERS:
+                left[each] |= mirror[each] - expected[each]
             if rng.random() < 0.3:
                 for change in subject.take_changes(rng.randint(1, 5)):
                     if isinstance(change, Cleared):
                         mirror[change.tier].clear()
+                        left[change.tier].clear()
                         continue
                     changed = set(unpack_keys(change.keys))
                     if isinstance(change, Stored):
@@ -309,8 +331,10 @@ def test_stress_against_the_twin() -> None:
                     else:
                         assert changed <= mirror[change.tier]
                         mirror[change.tier] -= changed
+                        left[change.tier] -= changed
                 if not subject.has_changes:
                     assert mirror == expected
+                    assert not any(left.values()), "what was gone, if only for a while, has been told"
 
 
 def content_key(engine_hash: int) -> bytes:
