@@ -55,6 +55,7 @@ bench: install
 	$(BIN)/python benchmarks/placement.py
 	$(BIN)/python benchmarks/identity.py
 	$(BIN)/python benchmarks/index.py
+	$(BIN)/python benchmarks/structures.py
 	$(BIN)/python benchmarks/reports.py
 	$(BIN)/prefix-gateway bench transfer
 

@@ -1,6 +1,6 @@
-"""The index: how fast, how large, and against other structures on the same blocks.
+"""The index: how fast and how large. `benchmarks/structures.py` has other structures on the same blocks.
 
-    python benchmarks/index.py [--blocks 1000000] [--peers DIR] [--out benchmarks/results/index.jsonl]
+    python benchmarks/index.py [--blocks 1000000] [--out benchmarks/results/index.jsonl]
     python benchmarks/index.py --only bound --prompts 1000000
 
 CPU time of one process; compare within one run. Blocks are chains of 6,250 random keys, each held by two of 8 replicas.
@@ -10,9 +10,6 @@ stream    every chain stored by its two holders in events of 125 blocks, matched
           once
 index     the same event by event into the index alone, with arrays as keys
 ledger    as `index`, with a ledger that listens
-dynamo    the same events, as JSON, into Dynamo's RadixTree, where DIR has `ai-dynamo-runtime`
-tables    the key table alone against a dict, linear probing in one array, and, where DIR has it, `hirola`
-walk      `match` by length of the prompt, against the dicts of int masks of `tests/naive_index.py`
 large     10 M blocks: bytes for each, the slowest piece; 1,000 replicas
 pieces    a snapshot of 1 M blocks, its loss and the report on shared prefixes: how long each holds the event loop
 bound     unique prompts of 8k tokens until the bound holds
@@ -22,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -44,7 +42,6 @@ from gateway.fleet.replica import Replica
 from gateway.placement.blocks import PIECE_BLOCKS
 from gateway.placement.column import Keys
 from gateway.placement.index import PrefixIndex
-from gateway.placement.key_table import KeyTable
 from gateway.settings import ReplicaSettings
 from kvstore.messages import Delta, FrameReader, Heartbeat, Removed, Snapshot, Stored, Tier, encode_frame
 
@@ -129,7 +126,7 @@ def index_alone(all_chains: Keys, held: list[list[int]], ledger: bool) -> dict[s
     stored = timed(store)
     size = (resident() - before) / all_chains.size
     units = dict.fromkeys(REPLICAS, 1)
-    prompt = iter(np.tile(all_chains, (20, 1)))
+    prompt = itertools.cycle(all_chains)
     match = timed(lambda: index.match(next(prompt), units), 100)
     gone = all_chains[: max(1, len(all_chains) // 5)]
     removed = timed(remove)
@@ -208,141 +205,12 @@ def through_streams(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
     stored = timed(lambda: asyncio.run(feed(stored_frames)))
     size = (resident() - before - prepared) / all_chains.size
     units = dict.fromkeys(REPLICAS, 1)
-    prompt = iter(np.tile(all_chains, (20, 1)))
+    prompt = itertools.cycle(all_chains)
     match = timed(lambda: index.match(next(prompt), units), 100)
     gone = all_chains[: max(1, len(all_chains) // 5)]
     removed_frames = frames(gone, gone=True)
     removed = timed(lambda: asyncio.run(feed(removed_frames)))
     return figures(stored, 2 * all_chains.size, removed, 2 * gone.size, match, size)
-
-
-def dynamo(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
-    from dynamo._core import RadixTree  # type: ignore[import-not-found]
-
-    def event(number: int, data: dict[str, Any]) -> bytes:
-        return msgspec.json.encode({"event_id": number, "data": data})
-
-    stores, removals = [], []
-    for at, (keys, ours) in enumerate(zip(all_chains, held, strict=True)):
-        for replica in ours:
-            for some, parents in events(keys):
-                ids = some.tolist()
-                blocks = [{"block_hash": key, "tokens_hash": key ^ 1} for key in ids]
-                parent = int(parents[0]) or None
-                stored = {"stored": {"parent_hash": parent, "blocks": blocks}}
-                stores.append((replica, event(len(stores), stored)))
-        for replica in ours if at < max(1, len(all_chains) // 5) else ():
-            for some, _ in reversed(list(events(keys))):
-                removals.append((replica, event(len(removals), {"removed": {"block_hashes": some[::-1].tolist()}})))
-    before = resident()
-    tree = RadixTree()
-
-    def apply(told: list[tuple[int, bytes]]) -> None:
-        for replica, data in told:
-            tree.apply_event(replica, data)
-
-    stored_s = timed(lambda: apply(stores))
-    tree.find_matches([1])
-    size = (resident() - before) / all_chains.size
-    prompts = iter([[key ^ 1 for key in keys.tolist()] for keys in all_chains[:5]] * 20)
-    match = timed(lambda: tree.find_matches(next(prompts)), 100)
-    removed_s = timed(lambda: apply(removals))
-    return figures(stored_s, 2 * all_chains.size, removed_s, len(removals) * EVENT, match, size)
-
-
-# tables
-
-
-def tables(blocks: int, peers: bool) -> Iterator[dict[str, Any]]:
-    """Nanoseconds a key, in batches of 125 and of 4,096: add, find again, take out."""
-    flat = chains(blocks).reshape(-1)
-    for batch in (EVENT, 4_096):
-        parts = [flat[begin : begin + batch] for begin in range(0, flat.size, batch)]
-        yield from _tables(batch, parts, flat.size, peers)
-
-
-def _tables(batch: int, parts: list[Keys], keys: int, peers: bool) -> Iterator[dict[str, Any]]:
-    def race(what: str, inputs: list[Any], *steps: Callable[[Any], object]) -> dict[str, Any]:
-        names = ("add_ns", "find_ns", "drop_ns")
-        took = [timed(lambda do=step: [do(part) for part in inputs]) for step in steps]
-        figures = {name: round(each / keys * 1e9) for name, each in zip(names, took, strict=False)}
-        return {"table": what, "batch": batch} | figures
-
-    table = KeyTable(keys + 1)
-    yield race("key table", parts, table.add, table.find, lambda part: table.drop(*table.locate(part)))
-    rows: dict[int, int] = {}
-    yield race(
-        "dict",
-        [part.tolist() for part in parts],
-        lambda part: [rows.setdefault(key, len(rows)) for key in part],
-        lambda part: [rows.get(key) for key in part],
-        lambda part: [rows.pop(key, None) for key in part],
-    )
-    probing = LinearProbing(keys)
-    yield race("linear probing, sized beforehand", parts, probing.add, probing.find)
-    if peers:
-        from hirola import HashTable  # type: ignore[import-not-found]
-
-        hirola = HashTable(int(keys * 1.8), np.uint64)
-        yield race("hirola, sized beforehand", parts, hirola.add, hirola.get)
-
-
-class LinearProbing:
-    """Keys in one array of twice their number, sized beforehand, all keys of a batch a step further at a time."""
-
-    def __init__(self, keys: int) -> None:
-        self.keys = np.zeros(1 << (2 * keys - 1).bit_length(), np.uint64)
-        self.last = self.keys.size - 1
-
-    def find(self, keys: Keys) -> np.ndarray:
-        """The slot of every key, or the empty one where it would be."""
-        at = (keys & np.uint64(self.last)).view(np.int64)
-        found, todo = at.copy(), np.arange(keys.size)
-        while todo.size:
-            there = self.keys.take(at)
-            done = (there == keys) | (there == 0)
-            found[todo[done]] = at[done]
-            todo, keys, at = todo[~done], keys[~done], at[~done] + 1 & self.last
-        return found
-
-    def add(self, keys: Keys) -> None:
-        """Of keys that want one slot the last gets it; the others look again."""
-        while keys.size:
-            at = self.find(keys)
-            empty = self.keys.take(at) == 0
-            self.keys[at[empty]] = keys[empty]
-            keys = keys[self.keys.take(at) != keys]
-
-
-# walks
-
-
-def walk() -> Iterator[dict[str, Any]]:
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-    from array import array
-
-    from naive_index import NaiveIndex  # type: ignore[import-not-found]
-
-    rng = np.random.default_rng(3)
-    units = dict.fromkeys(REPLICAS, 1)
-    for blocks in (1, 8, 24, 64, 512, LENGTH):
-        keys = array("Q", rng.integers(1, 1 << 63, blocks, dtype=np.int64).tolist())
-        held = keys[: -(-blocks * 3 // 4)]
-        told: dict[str, Any] = {"walk_blocks": blocks}
-        for name, index in (("index_us", fresh(16 << 20)), ("dict_us", NaiveIndex())):
-            for at, replica in enumerate(REPLICAS):
-                index.add_replica(replica)
-                some = held if at == 4 else held[: -(-blocks // 4)]
-                index.store(replica, Tier.HBM, some, [0, *some[:-1]])
-            told[name] = round(min(timed(lambda i=index, k=keys: i.match(k, units), 200) for _ in range(5)) * 1e6, 1)
-        yield told
-    # Two chains stored in turns of one block each: no two blocks of a chain have consecutive rows.
-    index = fresh(16 << 20)
-    pair = chains(2 * LENGTH)
-    mixed = pair.T.reshape(-1)
-    index.store(REPLICAS[0], Tier.HBM, mixed, np.zeros(mixed.size, np.uint64))
-    scattered = min(timed(lambda: index.match(pair[0], units), 50) for _ in range(5))
-    yield {"walk_blocks": LENGTH, "scattered_us": round(scattered * 1e6, 1)}
 
 
 # size and pieces
@@ -443,53 +311,54 @@ def bound(prompts: int, limit: int) -> dict[str, Any]:
     }
 
 
-def run(only: set[str], blocks: int, prompts: int, peers: bool) -> Iterator[dict[str, Any]]:
-    if only & {"stream", "index", "ledger", "dynamo"}:
-        rows = chains(blocks)
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    part = options.only
+    if part in ("stream", "index", "ledger"):
+        rows = chains(options.blocks)
         held = holders(len(rows))
-        if "stream" in only:
-            yield {"events": "stream"} | through_streams(rows, held)
-        if "index" in only:
-            yield {"events": "index"} | index_alone(rows, held, ledger=False)
-        if "ledger" in only:
-            yield {"events": "ledger"} | index_alone(rows, held, ledger=True)
-        if "dynamo" in only and peers:
-            yield {"events": "dynamo"} | dynamo(rows, held)
-    if "tables" in only:
-        yield from tables(blocks, peers)
-    if "walk" in only:
-        yield from walk()
-    if "large" in only:
+        if part == "stream":
+            yield {"events": part} | through_streams(rows, held)
+        else:
+            yield {"events": part} | index_alone(rows, held, ledger=part == "ledger")
+    if part == "large":
         yield from large()
-    if "pieces" in only:
-        yield pieces(blocks)
-    if "bound" in only:
-        yield bound(prompts, 256 << 20)
+    if part == "pieces":
+        yield pieces(options.blocks)
+    if part == "bound":
+        yield bound(options.prompts, 256 << 20)
 
 
-def main() -> None:
-    """Prints one JSON object a line, and adds them to a file of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="stream,index,ledger,dynamo,tables,walk,large,pieces,bound")
+def arguments(about: str | None, parts: str) -> argparse.ArgumentParser:
+    """Flags of every benchmark whose parts run one by one."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=parts)
     parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--prompts", type=int, default=20_000)
-    parser.add_argument("--peers", type=Path, help="where ai-dynamo-runtime and hirola were installed with --no-deps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.within:  # each part in a process of its own, or memory that one gave back would be the next one's
+    return parser
+
+
+def each_part(options: argparse.Namespace, run: Callable[[argparse.Namespace], Iterator[dict[str, Any]]]) -> None:
+    """Prints one JSON object a line, and adds them to a file of results. Each part has a process of its own, or memory
+    that one gave back would be the next one's."""
+    if not options.within:
         for part in options.only.split(","):
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", part, "--within"]
+            command = [sys.executable, *sys.argv, "--only", part, "--within"]
             subprocess.run(command, check=True, env=os.environ | {"DYN_LOG": "error"})
         return
-    if options.peers:
-        sys.path.append(str(options.peers))
     where = stamp() | {"python": platform.python_version(), "numpy": np.__version__}
-    for told in run({options.only}, options.blocks, options.prompts, options.peers is not None):
+    for told in run(options):
         print(json.dumps(told), flush=True)
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(told | where) + "\n")
+
+
+def main() -> None:
+    """All parts, or those of `--only`."""
+    parser = arguments(__doc__, "stream,index,ledger,large,pieces,bound")
+    parser.add_argument("--prompts", type=int, default=20_000)
+    each_part(parser.parse_args(), run)
 
 
 if __name__ == "__main__":

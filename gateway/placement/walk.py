@@ -11,7 +11,7 @@ from gateway.placement.column import Column, Keys, Rows, as_keys
 from gateway.placement.key_table import KeyTable
 
 SHORT = 64
-"""Up to this many blocks are walked one by one, which costs no more than numpy's calls; see `benchmarks/index.py`."""
+"""Up to this many blocks are walked one by one: no more than numpy's calls cost (`benchmarks/structures.py`)."""
 FEW = 96
 """Holder sets of up to this many blocks are looked at one by one."""
 RUN = 1024
