@@ -106,14 +106,19 @@ class Ledger:
         kind = Kind(model, block_tokens, block_bytes)
         if self._kinds.get(replica) == kind:
             return
-        self._recount(replica, -1)
+        self.forget(replica)
         self._kinds[replica] = kind
         self._recount(replica, 1)
 
     def forget(self, replica: str) -> None:
         """A replica left for good: what it is, is forgotten, and what it still holds is counted no more."""
         self._recount(replica, -1)
-        self._kinds.pop(replica, None)
+        kind = self._kinds.pop(replica, None)
+        # What an agent says its blocks are may change with every connection.
+        if kind is not None and not self._masks.get(kind) and kind not in self._kinds.values():
+            self._masks.pop(kind, None)
+            for tier in Tier:
+                self._counts.pop((kind, tier), None)
 
     def replica_added(self, replica: str, bit: int) -> None:
         """Index listener. A replica that comes back under its id keeps its registration."""

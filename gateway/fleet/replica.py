@@ -12,7 +12,7 @@ from gateway.fleet.others import NOTHING, GatewayId, Load, Others
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.settings import ReplicaSettings
 from kvstore.identity import UNIT_TOKENS
-from kvstore.messages import FetchState, Heartbeat, Hello, Problem
+from kvstore.messages import MAX_REPLICA_BLOCKS, FetchState, Heartbeat, Hello, Problem
 
 NAMELESS = GatewayId("", 0)
 
@@ -55,10 +55,9 @@ class Replica:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks in the engine's pool, 0 while unknown."""
-        if self.heartbeat is not None:
-            return self.heartbeat.capacity_blocks
-        return self.hello.capacity_blocks if self.hello else 0
+        """Blocks in the engine's pool, 0 while unknown; no more than may be reported."""
+        told = self.heartbeat or self.hello
+        return min(told.capacity_blocks, MAX_REPLICA_BLOCKS) if told is not None else 0
 
     @property
     def fetch(self) -> FetchState | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import httpx
 import msgspec
@@ -42,7 +44,11 @@ log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
 
 SILENCE_S = 2.0
-"""A stream without a frame for this long is lost: heartbeats come every 250 ms."""
+"""A stream on which so long was waited for a heartbeat is lost, whatever else came: they come every 250 ms."""
+
+GREETING_S = 10.0
+FILES_S = 60.0
+"""For all of an answer, however little by little it comes; the head of a report stream has as long as a greeting."""
 
 MAX_HELLO_BYTES = 1 << 20
 MAX_FILES_BYTES = 80 << 20
@@ -86,6 +92,7 @@ class ReportStream:
         on_fetch: Callable[[FetchRecord], None],
         on_heartbeat: Callable[[str], None] = lambda replica: None,
         turns: Turns | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has.
         Without `on_model_files` they are not asked for."""
@@ -101,6 +108,9 @@ class ReportStream:
         self._on_fetch = on_fetch
         self._on_heartbeat = on_heartbeat
         self._turns = turns or Turns()
+        self._clock = clock
+        self._silent_s = 0.0
+        """Time spent waiting since the last heartbeat: who is slow to read it has only himself to blame."""
         self._changes: list[Stored | Removed] = []
         self._disbelieved = ""
         self._taken_up = 0
@@ -138,7 +148,7 @@ class ReportStream:
     async def _session(self) -> None:
         replica = self._replica
         with tracer.start_as_current_span("gateway.connect_agent", attributes={"replica": replica.id}):
-            hello = decode_hello(await self._get("/v1/hello", MAX_HELLO_BYTES))
+            hello = decode_hello(await self._get("/v1/hello", MAX_HELLO_BYTES, GREETING_S))
             if hello.replica_id != replica.id:
                 raise StreamLost(f"the agent at {self._agent} says it is {hello.replica_id!r}, expected {replica.id!r}")
             if hello.route_seed_check != self._seed_check:
@@ -153,18 +163,22 @@ class ReportStream:
             replica.hello = hello
             self._on_hello(replica, hello)
             if self._on_model_files is not None and "exact" in hello.identity_modes:
-                files = await self._get("/v1/model-files", MAX_FILES_BYTES)
+                files = await self._get("/v1/model-files", MAX_FILES_BYTES, FILES_S)
                 await self._on_model_files(replica, msgspec.msgpack.decode(files, type=ModelFiles))
             headers = self._traced()
         url = self._agent.join(f"/v1/reports?protocol={PROTOCOL_VERSION}")
-        self._epoch, self._next_part = -1, 0
+        self._epoch, self._next_part, self._silent_s = -1, 0, 0.0
         timeout = httpx.Timeout(SILENCE_S)
-        async with self._client.stream("GET", url, headers=headers, timeout=timeout) as response:
-            if response.status_code != 200:
-                raise await _refused(response)
+        async with _within(GREETING_S, url.path) as limit, self._answer(url, headers, timeout) as response:
+            limit.reschedule(None)
             reader = FrameReader()
+            asked = self._clock()
             async for data in response.aiter_raw():
+                self._silent_s += self._clock() - asked
                 await self.take(reader, data)
+                if self._silent_s > SILENCE_S:
+                    raise StreamLost(f"no heartbeat for {self._silent_s:.1f} s", "connection")
+                asked = self._clock()
         raise StreamLost("agent closed the report stream")
 
     async def take(self, reader: FrameReader, data: bytes) -> None:
@@ -178,11 +192,33 @@ class ReportStream:
         finally:
             self._turns.end()
 
-    async def _get(self, path: str, limit: int) -> bytes:
-        async with self._client.stream("GET", self._agent.join(path), headers=self._traced(), timeout=10.0) as response:
+    async def _get(self, path: str, limit: int, seconds: float) -> bytes:
+        url, timeout = self._agent.join(path), httpx.Timeout(10.0)
+        async with _within(seconds, path), self._answer(url, self._traced(), timeout) as response:
+            return await self._read(response, limit)
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, url: httpx.URL, headers: dict[str, str], timeout: httpx.Timeout
+    ) -> AsyncIterator[httpx.Response]:
+        """A 200. Raises StreamLost for anything else."""
+        async with self._client.stream("GET", url, headers=headers, timeout=timeout) as response:
             if response.status_code != 200:
-                raise await _refused(response)
-            return await _read(response, limit)
+                text = (await self._read(response, MAX_HELLO_BYTES))[:200].decode(errors="replace")
+                raise StreamLost(f"{url.path} answered {response.status_code}: {text}", "status")
+            yield response
+
+    async def _read(self, response: httpx.Response, limit: int) -> bytes:
+        """The body as it travels. Raises StreamLost when it is longer than `limit`."""
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            self._turns.begin()
+            body += chunk
+            await self._turns.pass_on()
+            self._turns.end()
+            if len(body) > limit:
+                raise StreamLost(f"{response.url.path} answered more than {limit} bytes", "protocol")
+        return bytes(body)
 
     def _traced(self) -> dict[str, str]:
         headers = {"accept-encoding": "identity", **self._headers}
@@ -236,6 +272,7 @@ class ReportStream:
 
     async def _apply_heartbeat(self, beat: Heartbeat) -> None:
         self._replica.heartbeat = beat
+        self._silent_s = 0.0
         self._replica.others.told(beat, self._replica.load)
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")
@@ -323,16 +360,11 @@ def _unpack(packed: list[bytes]) -> Keys:
     return np.frombuffer(b"".join(packed), "<u8").astype(np.uint64, copy=False)
 
 
-async def _read(response: httpx.Response, limit: int) -> bytes:
-    """The body as it travels. Raises StreamLost when it is longer than `limit`."""
-    body = bytearray()
-    async for chunk in response.aiter_raw():
-        body += chunk
-        if len(body) > limit:
-            raise StreamLost(f"{response.url.path} answered more than {limit} bytes", "protocol")
-    return bytes(body)
-
-
-async def _refused(response: httpx.Response) -> StreamLost:
-    text = (await _read(response, MAX_HELLO_BYTES))[:200].decode(errors="replace")
-    return StreamLost(f"{response.url.path} answered {response.status_code}: {text}", "status")
+@contextlib.asynccontextmanager
+async def _within(seconds: float, path: str) -> AsyncIterator[asyncio.Timeout]:
+    """Raises StreamLost for what has not ended by then."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield limit
+    except TimeoutError as error:
+        raise StreamLost(f"{path}: no whole answer within {seconds:.0f} s", "connection") from error

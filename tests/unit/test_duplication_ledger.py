@@ -198,3 +198,18 @@ def test_parents_that_lead_round_in_a_circle_end_the_walk(index, ledger):
         index.store(name, Tier.HBM, [11, 12, 13, 21], [12, 13, 11, 21])
         index.store(name, Tier.HBM, [14], [12])
     assert sum(prefix.excess_bytes for prefix in ledger.prefixes()) <= ledger.excess == 5 * 2 * MIB
+
+
+def test_a_replica_that_says_something_else_each_time_leaves_nothing_behind(index, ledger):
+    _chain(index, "a", 1, 2)
+    _chain(index, "b", 1, 2)
+    for number in range(100):
+        ledger.register("b", f"model {number}", MIB, 16 * (1 + number % 3))
+        ledger.check()
+    assert set(ledger.totals()) == {("m", Tier.HBM), ("model 99", Tier.HBM)}
+    ledger.register("b", "m", 2 * MIB, 16)
+    ledger.check()
+    assert ledger.totals() == {("m", Tier.HBM): Totals(held=8 * MIB, distinct=4 * MIB)}
+    for name in "abc":
+        ledger.forget(name)
+    assert (ledger.totals(), ledger.excess) == ({}, 0)

@@ -7,8 +7,8 @@ import random
 import pytest
 from fetch_support import record
 
-from gateway.duplication.ledger import Ledger
-from gateway.duplication.recomputed import Recompute, Recomputed
+from gateway.duplication.ledger import Kind, Ledger
+from gateway.duplication.recomputed import MOST_MODELS, Recompute, Recomputed
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import ROOT_PARENT, Tier
 
@@ -75,4 +75,16 @@ def test_what_was_loaded_was_not_computed() -> None:
     recompute.fetched(record(replica="b", loaded=99, block_tokens=16))
     recompute.fetched(record(replica="unknown", loaded=1, block_tokens=16))
     assert recompute.totals() == [Recomputed(model="m", stored_tokens=0, recomputed_tokens=0)]
+    recompute.check()
+
+
+def test_models_that_nobody_serves_any_more_are_forgotten_before_there_are_too_many() -> None:
+    recompute = Recompute(lambda replica: True)
+    recompute.stored("steady", Kind("m", 16, 10), 3, 1)
+    for number in range(3 * MOST_MODELS):
+        recompute.stored("odd", Kind(f"model {number}", 16, 10), 1, 0)
+        recompute.check()
+        assert len(recompute.totals()) <= MOST_MODELS
+    assert recompute.totals()[0] == Recomputed(model="m", stored_tokens=48, recomputed_tokens=16)
+    recompute.fetched(record(replica="odd", loaded=1, block_tokens=16))
     recompute.check()

@@ -31,6 +31,7 @@ from gateway.settings import ReplicaSettings
 from kvstore.cost import LinkEstimate
 from kvstore.identity import Namespace, pack_keys
 from kvstore.messages import (
+    MAX_REPLICA_BLOCKS,
     PROTOCOL_VERSION,
     Change,
     Cleared,
@@ -352,6 +353,13 @@ async def test_more_blocks_than_may_be_are_refused(
         await gateway.reports([])
 
 
+async def test_a_capacity_that_cannot_be_reported_is_not_believed() -> None:
+    """What is remembered of a replica's cache is as long as the cache is said to be."""
+    async with pair() as (agent, gateway):
+        agent.say(msgspec.structs.replace(beat(1, 0), capacity_blocks=1 << 53))
+        await until(lambda: gateway.replica.capacity_blocks == MAX_REPLICA_BLOCKS)
+
+
 async def test_a_new_epoch_on_the_same_stream_replaces_everything() -> None:
     async with pair() as (agent, gateway):
         agent.say(delta(1, 1, stored(10, 11)))
@@ -487,6 +495,44 @@ async def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         agent.raw_opening = None
         agent.opening = [snapshot(1, 1, [10]), beat(1, 1, (Tier.HBM, [10]))]
         await until(lambda: gateway.stream.snapshots >= 2, "back after it")
+
+
+@pytest.mark.parametrize("what", ["a frame without an end", "deltas", "records"])
+async def test_a_stream_without_heartbeats_is_lost_whatever_else_comes(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async with pair() as (agent, gateway):
+        agent.say(delta(1, 1, stored(10)))
+        await gateway.reports([10])
+        monkeypatch.setattr(report_stream, "SILENCE_S", 0.3)
+        agent.opening = [snapshot(2, 0, [10]), beat(2, 0, (Tier.HBM, [10]))]
+        agent.say_raw(encode_frame(delta(1, 2, stored(11)))[:10] if what.startswith("a frame") else b"")
+
+        async def trickle() -> None:
+            for seq in itertools.count(2):
+                await asyncio.sleep(0.05)
+                frames = {"deltas": delta(1, seq, stored(seq)), "records": record(replica="r")}
+                agent.say_raw(encode_frame(frames[what]) if what in frames else b"\0")
+
+        trickling = asyncio.create_task(trickle())
+        await until(lambda: agent.streams == 2 or gateway.stream.losses != {})
+        trickling.cancel()
+        await until(lambda: gateway.stream.losses == {"connection": 1})
+
+
+async def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_stream, "GREETING_S", 0.2)
+
+    async def dripping() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    async def hello(request: Request) -> Response:
+        return StreamingResponse(dripping())
+
+    async with serving(Starlette(routes=[Route("/v1/hello", hello)])) as url, followed(url) as gateway:
+        await gateway.refuses("/v1/hello: no whole answer within")
 
 
 @pytest.mark.parametrize(
