@@ -30,7 +30,8 @@ class _Tokens(msgspec.Struct):
 
 
 class ModelProfiles:
-    """Owns which model files are loaded and the proof of parity with each engine.
+    """Owns which model files are loaded and the proof of parity with each engine: of the models whose files some
+    replica brought last, and no others.
 
     A model is identified exactly only after an engine agreed on every probe, and while every engine that was asked
     agrees; a disagreement puts it back to text mode, which `/admin/replicas` shows, until the engine agrees again or
@@ -45,6 +46,7 @@ class ModelProfiles:
         self._engines = engines
         self._sample_every = sample_every
         self._prove_again_s = prove_again_s
+        self._brought: dict[str, str] = {}
         self._digests: dict[str, str] = {}
         self._proven: set[tuple[str, str]] = set()
         self._disproven: dict[str, Replica] = {}
@@ -57,6 +59,10 @@ class ModelProfiles:
 
     async def learn(self, replica: Replica, files: ModelFiles) -> None:
         """Load the files if they are new, and prove parity with this replica's engine; one replica at a time."""
+        before = self._brought.get(replica.id, files.model)
+        self._brought[replica.id] = files.model
+        if before not in self._brought.values():
+            await self._forget(before)
         async with self._learning.setdefault(files.model, asyncio.Lock()):
             await self._learn(replica, files)
 
@@ -76,6 +82,12 @@ class ModelProfiles:
         if (replica.id, model) in self._proven:
             return
         await self._prove(replica, model)
+
+    async def _forget(self, model: str) -> None:
+        for table in (self._digests, self._disproven, self._recent, self._learning):
+            table.pop(model, None)
+        self._proven = {pair for pair in self._proven if pair[1] != model}
+        await self._identifier.unload(model)
 
     async def _prove(self, replica: Replica, model: str) -> bool:
         report = await parity.check(self._identifier, model, lambda body: self._tokenize(replica, body))
@@ -108,7 +120,8 @@ class ModelProfiles:
             for model, replica in list(self._disproven.items()):
                 try:
                     async with self._learning.setdefault(model, asyncio.Lock()):
-                        await self._prove(replica, model)
+                        if model in self._digests:
+                            await self._prove(replica, model)
                 except (httpx.HTTPError, msgspec.MsgspecError, RecursionError) as error:
                     log.debug("parity of %s on %s not asked again: %s", model, replica.id, error)
 

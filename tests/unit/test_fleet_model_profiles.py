@@ -99,6 +99,21 @@ async def rig(tokenizer: Tokenizer, sample_every: int = 0) -> AsyncIterator[Rig]
         await made.profiles.close()
 
 
+async def test_a_model_that_no_replica_has_files_of_any_more_is_forgotten(tokenizer: Tokenizer) -> None:
+    """Engines are restarted with other models, and agents may call them what they like."""
+    async with rig(tokenizer) as made:
+        first, second, _ = made.replicas
+        for replica in (first, second):
+            await made.profiles.learn(replica, FILES)
+        await made.profiles.learn(first, msgspec.structs.replace(FILES, model="other"))
+        assert set(made.identifier.modes()) == {"tiny", "other"}, "one still has it"
+        await made.profiles.learn(second, msgspec.structs.replace(FILES, model="other"))
+        assert set(made.identifier.modes()) == {"other"}
+        await made.profiles.learn(first, FILES)
+        assert set(made.identifier.modes()) == {"tiny", "other"}
+        assert made.mode == (IdentityMode.EXACT, "")
+
+
 async def test_three_replicas_learn_at_once(tokenizer: Tokenizer) -> None:
     async with rig(tokenizer) as made:
         await asyncio.gather(*(made.profiles.learn(replica, FILES) for replica in made.replicas))
