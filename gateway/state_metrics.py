@@ -87,7 +87,7 @@ class StateCollector(Collector):
         up = gauge("up", "1 while the engine answers.")
         reporting = gauge("reporting", "1 while the agent's reports are followed.")
         sequences = gauge("running_sequences", "Requests of this gateway in flight.")
-        tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens in flight before their first token.")
+        tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens before their first token, deep ones for more.")
         gateways = gauge("other_gateways", "Other gateways that the replica's agent hears of.")
         others = gauge("other_gateways_sequences", "Requests that other gateways have in flight.")
         other_tokens = gauge("other_gateways_prefill_tokens", "Uncached prompt tokens of other gateways that wait.")
@@ -98,7 +98,7 @@ class StateCollector(Collector):
         unheard = CounterMetricFamily(
             "prefix_gateway_load_announcement_failures", "Times it could not be.", labels=["replica", "why"]
         )
-        speed = gauge("prefill_tokens_per_second", "Fitted prefill speed.")
+        speed = gauge("prefill_tokens_per_second", "Fitted prefill speed at a prompt's beginning.")
         snapshots = CounterMetricFamily("prefix_gateway_report_snapshots", "Snapshots applied.", labels=["replica"])
         losses = CounterMetricFamily(
             "prefix_gateway_report_losses", "Report streams lost, by what was wrong.", labels=["replica", "why"]

@@ -46,6 +46,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.hidden * self.vocab
 
     @property
+    def full_layers(self) -> int:
+        """Layers that attend to all of the context."""
+        return self.layers - sum(window > 0 for window in self.windows)
+
+    @property
+    def pair_flops(self) -> int:
+        """Operations for each position that a token attends to, over all full layers: scores, and their product with
+        the values."""
+        return 2 * self.heads * self.score_dims * self.full_layers
+
+    @property
+    def attention(self) -> float:
+        """How much longer a token takes for each one before it, as a share of the first one's: in operations of the
+        full layers. Windowed layers stop growing early, and a latent context is rebuilt once a step; both are left out.
+        """
+        return self.pair_flops / (2 * self.active_weights)
+
+    @property
     def vocab_weights(self) -> int:
         """Weights of the embedding, and again of the output head where the two are not one."""
         return self.hidden * self.vocab * (1 if self.tied else 2)
@@ -91,8 +109,7 @@ def prefill_flops(shape: ModelShape, tokens: int, context: int = 0) -> int:
     """
     if not tokens:
         return 0
-    full = shape.layers - sum(window > 0 for window in shape.windows)
-    pairs = full * attended(tokens, context)
+    pairs = shape.full_layers * attended(tokens, context)
     pairs += sum(attended(tokens, context, window) for window in shape.windows if window)
     linear = tokens * shape.active_weights
     scores = shape.heads * shape.score_dims * pairs

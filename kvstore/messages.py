@@ -81,7 +81,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     `epoch` is the one in force now; `capacity_blocks` is the engine's HBM pool, 0 when unknown; `route_seed_check` is
     the root of an empty namespace under the agent's seed, so that a gateway with another seed is told and not misled.
     `namespace` is that of the engine's blocks in the pool, None as long as no engine has connected to it; `kv_events`
-    whether the agent is connected to the engine's KV events: without them there is nothing to report.
+    whether the agent is connected to the engine's KV events: without them there is nothing to report. `attention` is
+    how much longer a token's prefill takes for each one before it, as a share of the first one's, by the model's own
+    description; 0 where that is not known.
     """
 
     protocol: Count = PROTOCOL_VERSION
@@ -99,6 +101,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     route_seed_check: U64
     namespace: KvNamespace | None = None
     kv_events: bool = False
+    attention: Share = 0.0
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +183,8 @@ class GatewayLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway has placed on a replica and not seen finished (`POST /v1/load`, JSON; and in every heartbeat).
 
     `gateway` names it and `epoch` its life, so that two of one name are two. `sequences` counts its requests there,
-    `prefill_tokens` those of their uncached prompt tokens whose first token it has not seen.
+    `prefill_tokens` those of their uncached prompt tokens whose first token it has not seen, deep ones counted for more
+    (`Hello.attention`).
     """
 
     gateway: Annotated[str, Meta(pattern=GATEWAY_NAME)]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvstore.errors import GeometryError
+from kvstore.flops import ModelShape
 from kvstore.geometry import KvGeometry
 from kvstore.messages import ModelFiles
 from replica_agent.errors import ModelFilesUnavailable
@@ -45,6 +46,14 @@ def load_geometry(directory: Path, dtype: str | None = None) -> KvGeometry | Non
         return KvGeometry.from_config(_read_object(directory / "config.json"), dtype)
     except (GeometryError, ModelFilesUnavailable):
         return None
+
+
+def load_attention(directory: Path) -> float:
+    """`Hello.attention` by the directory's `config.json`; 0 where it has none, or one that cannot be computed from."""
+    try:
+        return min(ModelShape.from_config(_read_object(directory / "config.json")).attention, 1.0)
+    except (GeometryError, ModelFilesUnavailable):
+        return 0.0
 
 
 def _read(path: Path) -> bytes | None:

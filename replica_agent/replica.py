@@ -23,7 +23,7 @@ from replica_agent.events.subscriber import KvEventSubscriber
 from replica_agent.gateways import Gateways
 from replica_agent.kv.service import KvService
 from replica_agent.load import EngineMetrics
-from replica_agent.model_files import load_geometry, load_model_files
+from replica_agent.model_files import load_attention, load_geometry, load_model_files
 from replica_agent.reports import EngineState, ReportHub
 from replica_agent.resets import ResetWatch
 from replica_agent.settings import Settings
@@ -76,6 +76,7 @@ class Replica:
         self.identity: EngineIdentity | None = None
         self.files: ModelFiles | ModelFilesUnavailable = ModelFilesUnavailable("engine_unseen", "no engine seen yet")
         self.geometry: KvGeometry | None = None
+        self.attention = 0.0
         self.event_sources: dict[int, dict[str, Any]] | None = None
         self.resyncs: Counter[str] = Counter()
         self.events: Counter[str] = Counter(dict.fromkeys((*_EVENT_NAMES.values(), "ignored"), 0))
@@ -151,6 +152,7 @@ class Replica:
             route_seed_check=Namespace("").root(self.settings.route_seed),
             namespace=self.kv.keeper.namespace if self.kv is not None and self.kv.engine_connected else None,
             kv_events=self.subscriber.connected,
+            attention=self.attention,
         )
 
     def _greet_again_if_another(self) -> None:
@@ -228,10 +230,11 @@ class Replica:
         model = self.settings.model or identity.models[0]
         directory = self.settings.model_dir or local_root(identity.root)
         if directory is None:
-            self.geometry = None
+            self.geometry, self.attention = None, 0.0
             self.files = ModelFilesUnavailable("no_model_dir", f"--model-dir is not set, {identity.root!r} not here")
         else:
             self.geometry = await asyncio.to_thread(load_geometry, directory)
+            self.attention = await asyncio.to_thread(load_attention, directory)
             try:
                 self.files = await asyncio.to_thread(load_model_files, directory, model)
             except ModelFilesUnavailable as error:

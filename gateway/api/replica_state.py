@@ -41,6 +41,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "queued_prefill_tokens": replica.load.prefill_tokens,
         "others": _others(replica, fleet),
         "prefill_tokens_per_s": fleet.speed.of(replica.id),
+        "attention": replica.attention,
         "engine_load": _load(replica),
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 class InFlight:
     """Requests placed on one replica and not finished.
 
+    `prefill_tokens` is in tokens at a prompt's beginning (`gateway.placement.placement.effort`).
     Owns two counters; only a `Ticket` changes them, each ticket at most once per step, so they return to zero and never
     pass below it whatever way a request ends. `check()` states the law. `on_change` is called after every change.
     """

@@ -54,6 +54,11 @@ class Replica:
         return geometry.block_bytes(self.block_size) if geometry else 0
 
     @property
+    def attention(self) -> float:
+        """How much longer a token takes for each one before it, as a share of the first one's; 0 while unknown."""
+        return self.hello.attention if self.hello else 0.0
+
+    @property
     def capacity_blocks(self) -> int:
         """Blocks in the engine's pool, 0 while unknown; no more than may be reported."""
         told = self.heartbeat or self.hello
@@ -85,6 +90,7 @@ class Replica:
             queued_prefill_tokens=self.load.prefill_tokens + others.prefill_tokens,
             running=self.load.sequences + others.sequences,
             prefill_tokens_per_s=prefill_tokens_per_s,
+            attention=self.attention,
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,
             held_blocks=held_blocks,

@@ -22,7 +22,7 @@ count as equal. The two numbers are chosen by that argument, not by a measuremen
 
 
 class FleetSpeed:
-    """Prefill speeds of all replicas, in tokens per second.
+    """Prefill speeds of all replicas at a prompt's beginning, in tokens per second.
 
     Owns the fleet's moving average and, per replica, how far its last prefills were from that average at their time.
     Observations are wall time to the first token of requests that found no prefill queued before them, so queueing is
@@ -34,11 +34,12 @@ class FleetSpeed:
         self._seen = False
         self._deviations: dict[str, deque[float]] = {}
 
-    def observe(self, replica: str, uncached_tokens: int, seconds: float) -> None:
-        """One prefill of `uncached_tokens` took `seconds`; ignored when too short to tell anything."""
-        if uncached_tokens < MIN_TOKENS or seconds <= 0:
+    def observe(self, replica: str, effort: float, seconds: float) -> None:
+        """A prefill that was worth so many tokens at a prompt's beginning (`gateway.placement.placement.effort`) took
+        `seconds`; ignored when too short to tell anything."""
+        if effort < MIN_TOKENS or seconds <= 0:
             return
-        speed = uncached_tokens / seconds
+        speed = effort / seconds
         if not self._seen:
             self._fleet, self._seen = speed, True
         self._deviations.setdefault(replica, deque(maxlen=KEPT)).append(math.log(speed / self._fleet))

@@ -16,7 +16,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.path.exchange import Exchange
 from gateway.path.place import Place
 from gateway.path.request_log import RequestLog
-from gateway.placement.placement import FetchPlan
+from gateway.placement.placement import FetchPlan, effort
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,8 @@ class Account:
         alone = exchange.queue_free and len(exchange.tried) == 1 and exchange.stream and not moved
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
-            self._fleet.speed.observe(replica.id, uncached, receipt.ttft_s)
+            work = effort(uncached, receipt.cached_tokens, replica.attention)
+            self._fleet.speed.observe(replica.id, work, receipt.ttft_s)
         if exchange.fed is not None and receipt.cached_tokens is not None:
             cached = max(0, receipt.cached_tokens - self._fleet.failed_tokens(exchange.request_id))
             self._hit_rates.answered(exchange.model, exchange.fed, receipt.prompt_tokens or 0, cached)

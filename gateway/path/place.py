@@ -10,7 +10,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.path.body import Body
 from gateway.path.exchange import Exchange
-from gateway.placement.placement import Placement
+from gateway.placement.placement import Placement, effort
 from gateway.placement.placer import Placer
 from gateway.placement.trust import Expectation
 
@@ -39,7 +39,7 @@ class Place:
             placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned, fetch=fetch)
         except NoReplica as error:
             raise no_replica(f"no replica of {exchange.model!r} is up") from error
-        load = self._fleet.replicas[placement.replica].load
+        replica = self._fleet.replicas[placement.replica]
         if not exchange.tried:
             units, capacity = self._fleet.cache_shape(exchange.model)
             exact = identity.mode is IdentityMode.EXACT
@@ -47,7 +47,9 @@ class Place:
         exchange.placement = placement
         exchange.tried.append(placement.replica)
         exchange.queue_free = not next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
-        exchange.ticket = load.admit(max(0, identity.tokens - placement.predicted_cached_tokens))
+        cached = placement.predicted_cached_tokens
+        work = effort(max(0, identity.tokens - cached), cached, replica.attention)
+        exchange.ticket = replica.load.admit(round(work))
         exchange.claim = self._placer.placed(placement, identity)
         exchange.expectation = self._expect(exchange.request_id, placement, identity)
 

@@ -45,13 +45,14 @@ class Claims(StrEnum):
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """What the placer is told about one replica for one decision. All loads include every request not yet finished.
 
-    `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen; `running`
-    counts sequences; `prefill_tokens_per_s` is the fitted speed at a prompt's beginning, `attention` how much longer a
-    token takes for each one before it, as a share of the first one's, and `decode_share` the share of time that
-    decoding takes from prefills. `block_units` is the engine block in RouteKey units of `unit_tokens` (other units than
-    the wire's are for a replay, whose traces know larger ones only); `capacity_blocks` the engine's pool (0 unknown);
-    `held_blocks` of them hold cached content. `block_bytes` (0 unknown) and `fetch` say what moving blocks costs;
-    `fetch` is None without a pool, or without reports. What it reports to hold is multiplied by `trust`.
+    `queued_prefill_tokens` are uncached prompt tokens placed there whose first token has not been seen, deep ones
+    counted as `effort` does; `running` counts sequences; `prefill_tokens_per_s` is the fitted speed at a prompt's
+    beginning, `attention` how much longer a token takes for each one before it, as a share of the first one's, and
+    `decode_share` the share of time that decoding takes from prefills. `block_units` is the engine block in RouteKey
+    units of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
+    `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
+    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. What it
+    reports to hold is multiplied by `trust`.
     """
 
     id: str
@@ -77,8 +78,12 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     def prefill_s(self, new: int, past: int) -> float:
         """Seconds of computing `new` tokens after `past` ones, while what decodes there goes on."""
-        effort = new * (1 + self.attention * (past + new / 2))
-        return effort / self.prefill_tokens_per_s / (1 - self.decode_share)
+        return effort(new, past, self.attention) / self.prefill_tokens_per_s / (1 - self.decode_share)
+
+
+def effort(new: int, past: int, attention: float) -> float:
+    """Tokens at a prompt's beginning that take as long as `new` ones after `past`; `attention` as in `ReplicaView`."""
+    return new * (1 + attention * (past + new / 2))
 
 
 class FetchPlan(msgspec.Struct, frozen=True, kw_only=True):

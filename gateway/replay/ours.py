@@ -143,7 +143,7 @@ class Ours(Policy):
             else:
                 # The speed of a replica in estimated work: what it takes for a second of it tells how far off it is.
                 name, expected_s, took_s = what
-                self._speed.observe(name, round(expected_s * self._nominal), took_s)
+                self._speed.observe(name, expected_s * self._nominal, took_s)
         self._now = now
 
 

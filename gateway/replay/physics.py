@@ -99,12 +99,10 @@ def read_physics(model: str, flops_per_s: float | None = None, bytes_per_s: floa
         if model.lower() not in KNOWN_MODELS and not Path(model).exists():
             raise SettingsError(f"--model: {model} is neither a file nor one of {', '.join([*KNOWN, *KNOWN_MODELS])}")
         read = read_model(model)
-        full = sum(window == 0 for window in read.shape.windows) if read.shape.windows else read.shape.layers
         found = Physics(
             name=Path(model).name,
             weight_flops=2.0 * read.shape.active_weights,
-            # Scores and their product with the values; windowed layers stop growing early and are left out.
-            pair_flops=2.0 * read.shape.heads * read.shape.score_dims * full,
+            pair_flops=float(read.shape.pair_flops),
             token_bytes=read.geometry.bytes_per_token,
             weight_bytes=2.0 * read.shape.weights,
             flops_per_s=FLOPS_PER_S,

@@ -85,7 +85,10 @@ async def test_what_an_engine_serves_without_end_is_cut_and_told() -> None:
 async def test_hello_and_model_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(
-        json.dumps({"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 3, "dtype": "float32"})
+        json.dumps(
+            {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 3, "dtype": "float32"}
+            | {"intermediate_size": 128, "vocab_size": 100}
+        )
     )
     engine = EngineStandIn()
     engine.root = str(tmp_path)
@@ -99,6 +102,7 @@ async def test_hello_and_model_files(tmp_path: Path) -> None:
         assert (hello.block_size, hello.capacity_blocks) == (16, 1234)
         assert hello.geometry is not None
         assert hello.geometry.bytes_per_token == 2 * 3 * 2 * 32 * 4
+        assert hello.attention == 3 * 2 * 64 / (3 * 4 * 64 * 64 + 3 * 3 * 64 * 128)
         assert hello.identity_modes == ["exact", "text", "hash"]
         assert hello.route_seed_check == Namespace("").root(SEED)
         response = await get(f"{url}/v1/model-files")

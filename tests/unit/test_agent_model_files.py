@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.geometry import KvGeometry
 from replica_agent.errors import ModelFilesUnavailable
-from replica_agent.model_files import MAX_BYTES, load_geometry, load_model_files
+from replica_agent.model_files import MAX_BYTES, load_attention, load_geometry, load_model_files
 
 
 def write(directory: Path, **files: object) -> Path:
@@ -81,3 +81,15 @@ def test_geometry(tmp_path: Path) -> None:
     config = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256, "num_hidden_layers": 4}
     write(tmp_path, config__json=config | {"torch_dtype": "float32"})
     assert load_geometry(tmp_path) == KvGeometry(layers=4, kv_heads=4, head_dim=32, dtype="float32")
+
+
+def test_attention(tmp_path: Path) -> None:
+    """In each of 3 layers scores and values of 2 heads of 4, for 4 x 8 x 8 and 3 x 8 x 10 weights."""
+    assert load_attention(tmp_path) == 0.0
+    config = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3, "vocab_size": 10}
+    write(tmp_path, config__json=config)
+    assert load_attention(tmp_path) == 0.0, "without its feed-forward's width nothing can be told"
+    write(tmp_path, config__json=config | {"intermediate_size": 10})
+    assert load_attention(tmp_path) == 3 * 2 * 8 / (3 * 4 * 8 * 8 + 3 * 3 * 8 * 10)
+    write(tmp_path, config__json=config | {"intermediate_size": 1, "hidden_size": 2, "head_dim": 1024})
+    assert 0 < load_attention(tmp_path) <= 1.0

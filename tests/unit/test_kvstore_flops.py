@@ -69,6 +69,22 @@ def test_attention_adds_up_position_by_position(tokens: int, context: int, windo
     assert prefill_flops(shape, tokens, context) == 2 * (tokens * shape.active_weights + 4 * 4 * pairs) + head
 
 
+@given(st.integers(1, 10**6), st.integers(0, 10**6))
+def test_attention_is_what_each_token_before_adds(tokens: int, context: int) -> None:
+    """Of a model without windows it gives the operations of any prefill but the output head's."""
+    shape = ModelShape.from_config(LLAMA_3_8B)
+    expected = 2 * shape.active_weights * tokens * (1 + shape.attention * (context + (tokens + 1) / 2))
+    assert prefill_flops(shape, tokens, context) - shape.head_flops == pytest.approx(expected)
+
+
+def test_attention_of_known_models() -> None:
+    """2 x 32 layers x 32 heads x 256 / 2 / 6.98e9; five of six layers of Gemma 3 look back over a window only."""
+    assert ModelShape.from_config(LLAMA_3_8B).attention == pytest.approx(3.756e-5, rel=1e-3)
+    gemma = ModelShape.from_config(GEMMA_3_27B)
+    assert gemma.full_layers == 10
+    assert gemma.pair_flops == 2 * gemma.heads * gemma.score_dims * 10
+
+
 def test_a_latent_context_is_rebuilt() -> None:
     shape = ModelShape.from_config(DEEPSEEK_V3)
     plain = prefill_flops(

@@ -111,6 +111,7 @@ HELLO = Hello(
     identity_modes=["exact"],
     route_seed_check=2**64 - 1,
     kv_events=True,
+    attention=3e-5,
 )
 
 
@@ -120,6 +121,12 @@ def test_messages_over_http_survive() -> None:
         model="m", tokenizer_json=b"\xff{}", chat_template=None, special_tokens={"eos_token": "</s>"}, digest="d"
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(files), type=ModelFiles) == files
+
+
+def test_an_agent_that_says_nothing_of_attention_is_understood() -> None:
+    said = msgspec.to_builtins(HELLO)
+    assert said.pop("attention") == 3e-5
+    assert decode_hello(msgspec.json.encode(said)).attention == 0.0
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
@@ -214,6 +221,8 @@ def test_every_length_and_number_has_a_bound(report: Report, field: dict[str, ob
         {"block_size": 2**21},
         {"capacity_blocks": 2**60},
         {"dp_rank": -1},
+        {"attention": -1e-9},
+        {"attention": 1.5},
         {"geometry": {"layers": 65_537, "kv_heads": 1, "head_dim": 1, "dtype": "float32"}},
         {"geometry": {"layers": 0, "kv_heads": 1, "head_dim": 1, "dtype": "float32"}},
     ],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import msgspec
 import pytest
-from path_support import MODEL, Clock, Parts, exchange, identity
+from path_support import HELLO, MODEL, Clock, Parts, exchange, identity
 
 from gateway.identity.prompt import IdentityMode
 from gateway.path.account import Receipts
 from gateway.path.exchange import Exchange
 from gateway.path.usage import PromptTokensDetails, Usage
-from gateway.placement.placement import Reason
+from gateway.placement.placement import Reason, effort
 from kvstore.messages import Tier
 
 PROMPT = identity(range(640))
@@ -104,6 +107,33 @@ async def test_speed_is_learned_from_streams_that_had_no_queue() -> None:
     assert parts.fleet.speed.of("replica-0") == before
     parts.account.close(answered(parts, cached=32, seconds=0.25))
     assert parts.fleet.speed.of("replica-0") == pytest.approx((640 - 32) / 0.25)
+
+
+async def test_speed_is_that_at_a_prompts_beginning() -> None:
+    """Half of a prefill's time is attention here, and more of it the deeper the prompt."""
+    attention, rng = 1 / 320, random.Random(1)
+    parts = Parts(replicas=1)
+    parts.fleet.replicas["replica-0"].hello = msgspec.structs.replace(HELLO, attention=attention)
+    for _ in range(100):
+        cached = 16 * rng.randrange(36)
+        work = effort(640 - cached, cached, attention)
+        parts.account.close(answered(parts, cached=cached, seconds=work / 5_000))
+    (view,) = parts.fleet.views(MODEL, IdentityMode.EXACT)
+    assert view.prefill_tokens_per_s == pytest.approx(5_000)
+    assert view.prefill_s(640, 0) == pytest.approx(2 * 640 / 5_000)
+
+
+async def test_what_waits_counts_by_how_long_it_takes() -> None:
+    parts = Parts(replicas=1)
+    parts.fleet.replicas["replica-0"].hello = msgspec.structs.replace(HELLO, attention=1 / 320)
+    parts.hold("replica-0", PROMPT.keys[:20])
+    made = exchange(PROMPT)
+    parts.place.place(made)
+    assert parts.loads() == {"replica-0": (1, round(320 * (1 + (320 + 160) / 320)))}
+    (view,) = parts.fleet.views(MODEL, IdentityMode.EXACT)
+    assert view.queued_prefill_tokens / view.prefill_tokens_per_s == pytest.approx(view.prefill_s(320, 320))
+    parts.place.unplace(made, answered=False)
+    assert parts.loads() == {"replica-0": (0, 0)}
 
 
 async def test_no_speed_is_learned_where_kv_was_moved() -> None:
