@@ -99,6 +99,7 @@ class StateCollector(Collector):
             "prefix_gateway_load_announcement_failures", "Times it could not be.", labels=["replica", "why"]
         )
         speed = gauge("prefill_tokens_per_second", "Fitted prefill speed at a prompt's beginning.")
+        share = gauge("decode_share", "Share of time that decoding is believed to take from prefills.")
         snapshots = CounterMetricFamily("prefix_gateway_report_snapshots", "Snapshots applied.", labels=["replica"])
         losses = CounterMetricFamily(
             "prefix_gateway_report_losses", "Report streams lost, by what was wrong.", labels=["replica", "why"]
@@ -109,6 +110,7 @@ class StateCollector(Collector):
             sequences.add_metric([replica.id], replica.load.sequences)
             tokens.add_metric([replica.id], replica.load.prefill_tokens)
             speed.add_metric([replica.id], self._fleet.speed.of(replica.id))
+            share.add_metric([replica.id], self._fleet.speed.decode_share(replica.decoding))
             if replica.others.fresh:
                 gateways.add_metric([replica.id], len(replica.others.gateways))
                 others.add_metric([replica.id], replica.others.announced.sequences)
@@ -140,7 +142,7 @@ class StateCollector(Collector):
             announced.add_metric([announcer.replica_id], announcer.announcements)
             for why, count in announcer.failures.items():
                 unheard.add_metric([announcer.replica_id, why], count)
-        yield from (up, reporting, sequences, tokens, speed, credit, judged, contradicted, quarantines)
+        yield from (up, reporting, sequences, tokens, speed, share, credit, judged, contradicted, quarantines)
         yield from (snapshots, losses, gateways, others, other_tokens, outside, announced, unheard)
 
     def _hits(self) -> Iterator[Metric]:

@@ -42,6 +42,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "others": _others(replica, fleet),
         "prefill_tokens_per_s": fleet.speed.of(replica.id),
         "attention": replica.attention,
+        "decoding": replica.decoding._asdict() | {"share": fleet.speed.decode_share(replica.decoding)},
         "engine_load": _load(replica),
     }
 

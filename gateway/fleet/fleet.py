@@ -129,6 +129,7 @@ class Fleet:
                 self.speed.of(replica.id),
                 others,
                 self.trust.credit(replica.id),
+                self.speed.decode_share(replica.decoding),
             )
             for replica, others in zip(serving, _others(serving), strict=True)
         ]

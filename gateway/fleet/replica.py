@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from gateway.fleet.decoding import NO_DECODING, Decoding
 from gateway.fleet.engine_access import EngineAccess
 from gateway.fleet.inflight import InFlight
 from gateway.fleet.others import NOTHING, GatewayId, Load, Others
@@ -59,6 +60,19 @@ class Replica:
         return self.hello.attention if self.hello else 0.0
 
     @property
+    def decoding(self) -> Decoding:
+        """What its engine computes now, by its agent's last word: mostly decodes, as prefills are few at a time."""
+        beat = self.heartbeat
+        if beat is None or not self.reporting:
+            return NO_DECODING
+        return Decoding(beat.running, beat.kv_usage * beat.capacity_blocks * self.block_size)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its engine lets requests wait, by its agent's last word."""
+        return self.heartbeat is not None and self.reporting and self.heartbeat.waiting > 0
+
+    @property
     def capacity_blocks(self) -> int:
         """Blocks in the engine's pool, 0 while unknown; no more than may be reported."""
         told = self.heartbeat or self.hello
@@ -81,6 +95,7 @@ class Replica:
         prefill_tokens_per_s: float,
         others: Load = NOTHING,
         trust: float = 1.0,
+        decode_share: float = 0.0,
     ) -> ReplicaView:
         """What the placer is told about this replica now; `others` is the load there that is not this gateway's."""
         return ReplicaView(
@@ -91,6 +106,7 @@ class Replica:
             running=self.load.sequences + others.sequences,
             prefill_tokens_per_s=prefill_tokens_per_s,
             attention=self.attention,
+            decode_share=decode_share,
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,
             held_blocks=held_blocks,

@@ -116,7 +116,7 @@ class Account:
         if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
             work = effort(uncached, receipt.cached_tokens, replica.attention)
-            self._fleet.speed.observe(replica.id, work, receipt.ttft_s)
+            self._fleet.speed.observe(replica.id, work, receipt.ttft_s, exchange.beside)
         if exchange.fed is not None and receipt.cached_tokens is not None:
             cached = max(0, receipt.cached_tokens - self._fleet.failed_tokens(exchange.request_id))
             self._hit_rates.answered(exchange.model, exchange.fed, receipt.prompt_tokens or 0, cached)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gateway.duplication.hit_rates import Fed
+from gateway.fleet.decoding import NO_DECODING
 from gateway.fleet.inflight import Ticket
 from gateway.identity.prompt import PromptIdentity, PromptRequest
 from gateway.path.body import Body
@@ -23,14 +24,15 @@ class Exchange:
     """State of one request. Each step writes its own fields and reads those of the steps before it.
 
     Written by admit: `target`, `body`, `model`, `stream`, `prompt`; by identify: `identity`; by place: `placement`,
-    `tried`, `ticket`, `claim`, `expectation`, `fed`, `queue_free`; by forward: `first_byte_s`, `usage`, `outcome`; by
-    `send`: `status`, `started`, `finished`. `account` reads them all.
+    `tried`, `ticket`, `claim`, `expectation`, `fed`, `queue_free`, `beside`; by forward: `first_byte_s`, `usage`,
+    `outcome`; by `send`: `status`, `started`, `finished`. `account` reads them all.
     """
 
     __slots__ = (
         "_clock",
         "_send",
         "began",
+        "beside",
         "body",
         "claim",
         "client_gone",
@@ -78,6 +80,7 @@ class Exchange:
         self.expectation: Expectation | None = None
         self.fed: Fed | None = None
         self.queue_free = False
+        self.beside = NO_DECODING
         self.status = 0
         self.started = False
         self.finished = False

@@ -46,7 +46,9 @@ class Place:
             exchange.fed = self._hit_rates.placed(exchange.model, identity, units if exact else 1, capacity)
         exchange.placement = placement
         exchange.tried.append(placement.replica)
-        exchange.queue_free = not next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
+        queued = next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
+        exchange.queue_free = not queued and not replica.waiting
+        exchange.beside = replica.decoding
         cached = placement.predicted_cached_tokens
         work = effort(max(0, identity.tokens - cached), cached, replica.attention)
         exchange.ticket = replica.load.admit(round(work))

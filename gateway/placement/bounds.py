@@ -33,7 +33,7 @@ class Bounds:
         self._slack = (1 + settings.eps) / (sum(view.weight for view in views) or 1.0)
         self._chunk = settings.prefill_chunk_tokens
         self._floor_sequences = settings.floor_sequences
-        self._prefill_s = sum(view.queued_prefill_tokens / view.prefill_tokens_per_s for view in views)
+        self._prefill_s = sum(view.queue_s for view in views)
         self._running = sum(view.running for view in views)
 
     def within(self, view: ReplicaView, prefill_s: float, cached_tokens: int = 0) -> bool:
@@ -43,15 +43,13 @@ class Bounds:
             return False
         floor = max(self._chunk / view.prefill_tokens_per_s, view.prefill_s(cached_tokens, 0))
         own = min(prefill_s, floor)
-        queued = view.queued_prefill_tokens / view.prefill_tokens_per_s
         # A replica exactly at its bound is within it, whatever the last bit of the division says.
-        return queued + own <= (share * (self._prefill_s + own) + floor) * (1 + 1e-9)
+        return view.queue_s + own <= (share * (self._prefill_s + own) + floor) * (1 + 1e-9)
 
     def pressure(self, view: ReplicaView) -> float:
         """The larger of its two loads as a share of its bound: who serves when all are over it."""
         share = self._slack * view.weight
-        speed = view.prefill_tokens_per_s
         return max(
             view.running / (share * self._running + self._floor_sequences),
-            view.queued_prefill_tokens / speed / (share * self._prefill_s + self._chunk / speed),
+            view.queue_s / (share * self._prefill_s + self._chunk / view.prefill_tokens_per_s),
         )

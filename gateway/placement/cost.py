@@ -62,7 +62,7 @@ class CostModel:
         `fetched_tokens` after the cached ones come from a peer in `fetch_s`.
         """
         speed = view.prefill_tokens_per_s
-        queue_s = view.queued_prefill_tokens / speed
+        queue_s = view.queue_s
         prefill_s = view.prefill_s(tokens - cached_tokens, cached_tokens)
         evicted_s = self._eviction_weight * evicted_tokens / speed
         total_s = queue_s + self._prefill_weight * prefill_s + evicted_s

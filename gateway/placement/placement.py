@@ -76,6 +76,11 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens in an engine block."""
         return self.block_units * self.unit_tokens
 
+    @property
+    def queue_s(self) -> float:
+        """Seconds of computing what is queued, while what decodes there goes on."""
+        return self.queued_prefill_tokens / self.prefill_tokens_per_s / (1 - self.decode_share)
+
     def prefill_s(self, new: int, past: int) -> float:
         """Seconds of computing `new` tokens after `past` ones, while what decodes there goes on."""
         return effort(new, past, self.attention) / self.prefill_tokens_per_s / (1 - self.decode_share)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from gateway.fleet.decoding import Decoding
 from gateway.replay.caches import Stored, match
 from gateway.replay.fleet import Belief, Choice, Fleet, Outcome
 from gateway.replay.load import Load
@@ -92,6 +93,11 @@ class Knowledge:
     def factor(self, replica: int) -> float:
         """How far estimates for this request on a replica are off. Nobody can know it; `prefill_s` has it in it."""
         return self.fleet.bias[replica] * self.fleet.noise[self.request]
+
+    def decoding(self, replica: int) -> Decoding:
+        """What a replica decodes, as reported."""
+        reported = self.fleet.reported
+        return Decoding(reported.decoding[replica], reported.decoding_context[replica])
 
     def decode_share(self, replica: int) -> float:
         """The share of a replica's time that decode steps take, as reported."""

@@ -6,9 +6,11 @@ import math
 from array import array
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 import xxhash
 
+from gateway.fleet.decoding import Decoding
 from gateway.fleet.speed import FleetSpeed
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.claims import Claim
@@ -20,6 +22,15 @@ from gateway.replay.fleet import NO_FETCH, Choice, Fetch, Fleet, Outcome
 from gateway.replay.knowledge import Knowledge
 from gateway.replay.policy import Policy
 from kvstore.messages import ROOT_PARENT, FetchState, Tier
+
+
+class Prefill(NamedTuple):
+    """What the gateway saw of one: `expected_s` where nothing decodes, and the seconds that it took."""
+
+    replica: str
+    expected_s: float
+    took_s: float
+    beside: Decoding
 
 
 class Ours(Policy):
@@ -55,7 +66,7 @@ class Ours(Policy):
         self._attention = scenario.physics.attention
         self._speed = FleetSpeed(self._nominal)
         self._level: list[float] = []
-        self._coming: list[tuple[float, int, Claim | tuple[str, float, float]]] = []
+        self._coming: list[tuple[float, int, Claim | Prefill]] = []
         self._count = count()
         self._placed: tuple[Placement, PromptIdentity] | None = None
 
@@ -84,8 +95,8 @@ class Ours(Policy):
         self._later(outcome.task.end, claim)
         if not outcome.fetched:
             expected_s = known.prefill_s(choice.replica, outcome.cached) * self._alike(known)[choice.replica]
-            took_s = outcome.prefill_s * (1 - outcome.decode_share)
-            self._later(outcome.task.prefill_end, (self._ids[choice.replica], expected_s, took_s))
+            seen = Prefill(self._ids[choice.replica], expected_s, outcome.prefill_s, known.decoding(choice.replica))
+            self._later(outcome.task.prefill_end, seen)
 
     def reported(self, replica: int, stored: Stored) -> None:
         """A replica's report has arrived."""
@@ -107,14 +118,15 @@ class Ours(Policy):
         name = self._ids[replica]
         fitted = self._alike(known)[replica] * self._nominal / self._speed.of(name)
         tokens_per_s = self._nominal / (known.factor(replica) * fitted)
+        decode_share = self._speed.decode_share(known.decoding(replica))
         return ReplicaView(
             id=name,
             claims=Claims.REPORTS,
-            queued_prefill_tokens=round(known.wait_s(replica) * fitted * tokens_per_s),
+            queued_prefill_tokens=round(known.wait_s(replica) * fitted * tokens_per_s * (1 - decode_share)),
             running=known.load.outstanding[replica],
             prefill_tokens_per_s=tokens_per_s,
             attention=self._attention,
-            decode_share=known.decode_share(replica),
+            decode_share=decode_share,
             unit_tokens=self._block,
             capacity_blocks=self._capacity,
             held_blocks=self._index.held_blocks(name, Tier.HBM),
@@ -130,7 +142,7 @@ class Ours(Policy):
             self._level = [math.exp(mean - log) for log in logs]
         return self._level
 
-    def _later(self, at: float, what: Claim | tuple[str, float, float]) -> None:
+    def _later(self, at: float, what: Claim | Prefill) -> None:
         heappush(self._coming, (at, next(self._count), what))
 
     def _catch_up(self, now: float) -> None:
@@ -142,8 +154,8 @@ class Ours(Policy):
                 self._placer.answered(what)
             else:
                 # The speed of a replica in estimated work: what it takes for a second of it tells how far off it is.
-                name, expected_s, took_s = what
-                self._speed.observe(name, expected_s * self._nominal, took_s)
+                name, expected_s, took_s, beside = what
+                self._speed.observe(name, expected_s * self._nominal, took_s, beside)
         self._now = now
 
 

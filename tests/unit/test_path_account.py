@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from path_support import HELLO, MODEL, Clock, Parts, exchange, identity
 
+from gateway.api.replica_state import describe
 from gateway.identity.prompt import IdentityMode
 from gateway.path.account import Receipts
 from gateway.path.exchange import Exchange
@@ -134,6 +135,43 @@ async def test_what_waits_counts_by_how_long_it_takes() -> None:
     assert view.queued_prefill_tokens / view.prefill_tokens_per_s == pytest.approx(view.prefill_s(320, 320))
     parts.place.unplace(made, answered=False)
     assert parts.loads() == {"replica-0": (0, 0)}
+
+
+async def test_what_decoding_takes_is_learned_from_what_agents_say_of_it() -> None:
+    """Ten sequences of 400 tokens take half of the time here."""
+    parts, rng = Parts(replicas=2), random.Random(1)
+    for name, replica in parts.fleet.replicas.items():
+        replica.hello = msgspec.structs.replace(HELLO, replica_id=name)
+    for _ in range(400):
+        running = {name: rng.randrange(20) for name in parts.fleet.replicas}
+        for name, count in running.items():
+            parts.tell(name, running=count, kv_usage=count * 400 / 16_000)
+        made = answered(parts, cached=0)
+        assert made.placement is not None
+        made.first_byte_s = 640 / 5_000 * (1 + running[made.placement.replica] / 10)
+        parts.account.close(made)
+    parts.tell("replica-0", running=10, kv_usage=4_000 / 16_000)
+    parts.tell("replica-1", running=0, kv_usage=0.0)
+    busy, idle = parts.fleet.views(MODEL, IdentityMode.EXACT)
+    assert idle.decode_share == 0.0
+    assert busy.decode_share == pytest.approx(0.5, abs=0.05)
+    assert idle.prefill_s(640, 0) == pytest.approx(640 / 5_000, rel=0.15)
+    assert busy.prefill_s(640, 0) / idle.prefill_s(640, 0) == pytest.approx(2.0, rel=0.15)
+    told = describe(parts.fleet.replicas["replica-0"], parts.fleet, parts.index)
+    assert told["decoding"] == {"sequences": 10, "context": 4_000.0, "share": busy.decode_share}
+    parts.fleet.replicas["replica-0"].reporting = False
+    assert parts.fleet.views(MODEL, IdentityMode.EXACT)[0].decode_share == 0.0, "nobody says what it decodes"
+
+
+async def test_nothing_is_learned_of_an_engine_that_lets_requests_wait() -> None:
+    parts = Parts(replicas=1)
+    before = parts.fleet.speed.of("replica-0")
+    parts.tell("replica-0", waiting=1)
+    parts.account.close(answered(parts, cached=0))
+    assert parts.fleet.speed.of("replica-0") == before
+    parts.tell("replica-0", waiting=0)
+    parts.account.close(answered(parts, cached=0))
+    assert parts.fleet.speed.of("replica-0") != before
 
 
 async def test_no_speed_is_learned_where_kv_was_moved() -> None:
