@@ -86,6 +86,7 @@ class StateCollector(Collector):
 
         up = gauge("up", "1 while the engine answers.")
         reporting = gauge("reporting", "1 while the agent's reports are followed.")
+        draining = gauge("draining", "1 while it takes nothing new because an operator says so.")
         sequences = gauge("running_sequences", "Requests of this gateway in flight.")
         tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens before their first token, deep ones for more.")
         gateways = gauge("other_gateways", "Other gateways that the replica's agent hears of.")
@@ -107,6 +108,7 @@ class StateCollector(Collector):
         for replica in self._fleet.replicas.values():
             up.add_metric([replica.id], float(replica.engine_up))
             reporting.add_metric([replica.id], float(replica.reporting))
+            draining.add_metric([replica.id], float(replica.draining))
             sequences.add_metric([replica.id], replica.load.sequences)
             tokens.add_metric([replica.id], replica.load.prefill_tokens)
             speed.add_metric([replica.id], self._fleet.speed.of(replica.id))
@@ -142,7 +144,7 @@ class StateCollector(Collector):
             announced.add_metric([announcer.replica_id], announcer.announcements)
             for why, count in announcer.failures.items():
                 unheard.add_metric([announcer.replica_id, why], count)
-        yield from (up, reporting, sequences, tokens, speed, share, credit, judged, contradicted, quarantines)
+        yield from (up, reporting, draining, sequences, tokens, speed, share, credit, judged, contradicted, quarantines)
         yield from (snapshots, losses, gateways, others, other_tokens, outside, announced, unheard)
 
     def _hits(self) -> Iterator[Metric]:

@@ -1,8 +1,9 @@
-"""The operator's application: replicas, receipts, fetches, explain, duplication, metrics."""
+"""The operator's application: replicas and their draining, receipts, fetches, explain, duplication, metrics."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from gateway.path.account import Receipts
 from gateway.path.identify import Identify
 from gateway.placement.index import PrefixIndex
 from kvstore.messages import FetchRecord
+
+log = logging.getLogger(__name__)
 
 MOST_LISTED = 1_000
 
@@ -54,6 +57,9 @@ class AdminApp(FastAPI):
         self.add_api_route("/health", _health)
         self.add_api_route("/metrics", self._metrics)
         self.add_api_route("/admin/replicas", self._replicas)
+        # Not POST: a web page that an operator has open could send one here without asking.
+        self.add_api_route("/admin/replicas/{replica_id}/drain", self._drain, methods=["PUT"])
+        self.add_api_route("/admin/replicas/{replica_id}/drain", self._undrain, methods=["DELETE"])
         self.add_api_route("/admin/receipts/{request_id:path}", self._receipt)
         self.add_api_route("/admin/fetches", self._fetched)
         self.add_api_route("/admin/explain", self._explained, methods=["POST"])
@@ -76,6 +82,22 @@ class AdminApp(FastAPI):
         }
         me = self._fleet.me._asdict()
         return _json({"gateway": me, "replicas": replicas, "identity": self._identify.modes(), "index": index})
+
+    async def _drain(self, replica_id: str) -> Response:
+        return self._set_draining(replica_id, True)
+
+    async def _undrain(self, replica_id: str) -> Response:
+        return self._set_draining(replica_id, False)
+
+    def _set_draining(self, replica_id: str, draining: bool) -> Response:
+        """What is true already is done again without effect. Answers the replica's entry of `/admin/replicas`."""
+        replica = self._fleet.replicas.get(replica_id)
+        if replica is None:
+            raise RequestError(404, f"no replica {replica_id!r} is configured", code="not_found")
+        if replica.draining != draining:
+            replica.draining = draining
+            log.info("replica %s %s", replica_id, "takes nothing new" if draining else "takes requests again")
+        return _json(describe(replica, self._fleet, self._index))
 
     async def _receipt(self, request_id: str) -> Response:
         receipt = self._receipts.get(request_id)

@@ -55,7 +55,7 @@ class PublicApp(FastAPI):
             if not self._fleet.observes():
                 raise no_replica("no agent's reports are followed yet")
         elif not self._fleet.ready():
-            raise no_replica("no engine is up yet")
+            raise no_replica("no engine is up that takes requests")
         return {"status": "ready"}
 
 

@@ -21,6 +21,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "dp_rank": replica.dp_rank,
         "engine_up": replica.engine_up,
         "engine_error": replica.engine_error,
+        "draining": replica.draining,
         "models": list(replica.models),
         "agent": str(replica.agent) if replica.agent else None,
         "reporting": replica.reporting,

@@ -112,8 +112,12 @@ class Fleet:
         return any(model in replica.models for replica in self.replicas.values())
 
     def serving(self, model: str) -> list[Replica]:
-        """Replicas that may take a request for this model now."""
+        """Replicas that serve this model now, and may be read from by others."""
         return [each for each in self.replicas.values() if each.engine_up and model in each.models]
+
+    def taking(self, model: str) -> list[Replica]:
+        """Those of them that may take a request."""
+        return [each for each in self.serving(model) if not each.draining]
 
     def has_agents(self, model: str) -> bool:
         """Whether any replica of this model has an agent, connected or not."""
@@ -162,8 +166,8 @@ class Fleet:
         return any(replica.reporting for replica in self.replicas.values())
 
     def ready(self) -> bool:
-        """Whether any engine is up."""
-        return any(replica.engine_up for replica in self.replicas.values())
+        """Whether any engine is up, and its replica takes requests."""
+        return any(replica.engine_up and not replica.draining for replica in self.replicas.values())
 
     def _register(self, replica: Replica, hello: Hello) -> None:
         model = hello.models[0] if hello.models else "unknown"

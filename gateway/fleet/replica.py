@@ -22,8 +22,8 @@ class Replica:
     """What is known of one replica.
 
     `engine_up` and `models` are written by the health prober and by a failed connection, `hello`, `heartbeat` and
-    `reporting` by its report stream, which tells `others` too, `load` by the request path. Everything runs on one event
-    loop.
+    `reporting` by its report stream, which tells `others` too, `load` by the request path, `draining` by the operator:
+    it takes nothing new then. Everything runs on one event loop.
     """
 
     def __init__(self, settings: ReplicaSettings, access: EngineAccess | None = None, me: GatewayId = NAMELESS) -> None:
@@ -40,6 +40,7 @@ class Replica:
         self.heartbeat: Heartbeat | None = None
         self.reporting = False
         self.agent_error = "" if self.agent is None else "not connected yet"
+        self.draining = False
         self.load = InFlight()
         self.others = Others(me)
 
@@ -101,7 +102,7 @@ class Replica:
         return ReplicaView(
             id=self.id,
             claims=claims,
-            weight=self.weight,
+            weight=0.0 if self.draining else self.weight,
             queued_prefill_tokens=self.load.prefill_tokens + others.prefill_tokens,
             running=self.load.sequences + others.sequences,
             prefill_tokens_per_s=prefill_tokens_per_s,

@@ -105,7 +105,7 @@ class Forward:
         return remove, put
 
     def _may_retry(self, exchange: Exchange) -> bool:
-        untried = {replica.id for replica in self._fleet.serving(exchange.model)} - set(exchange.tried)
+        untried = {replica.id for replica in self._fleet.taking(exchange.model)} - set(exchange.tried)
         return bool(untried) and self._budget.take()
 
     def _again(self, exchange: Exchange) -> None:

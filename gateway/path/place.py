@@ -38,7 +38,7 @@ class Place:
         try:
             placement = self._placer.place(identity, views, exclude=exchange.tried, pinned=pinned, fetch=fetch)
         except NoReplica as error:
-            raise no_replica(f"no replica of {exchange.model!r} is up") from error
+            raise no_replica(f"no replica of {exchange.model!r} is up and takes requests") from error
         replica = self._fleet.replicas[placement.replica]
         if not exchange.tried:
             units, capacity = self._fleet.cache_shape(exchange.model)
@@ -69,8 +69,10 @@ class Place:
         for name, value in exchange.scope["headers"]:
             if name == PIN_HEADER:
                 pinned: str = value.decode("latin-1")
-                if pinned not in {replica.id for replica in self._fleet.serving(exchange.model)}:
-                    raise RequestError(400, f"x-gateway-pin: no replica {pinned!r} is up", code="unknown_replica")
+                if pinned not in {replica.id for replica in self._fleet.taking(exchange.model)}:
+                    raise RequestError(
+                        400, f"x-gateway-pin: no replica {pinned!r} is up and takes requests", code="unknown_replica"
+                    )
                 return pinned
         return None
 

@@ -48,6 +48,10 @@ class Client:
         response.raise_for_status()
         return response.json()
 
+    async def drain(self, replica: str, *, undo: bool = False) -> None:
+        url = f"{self._cluster.admin_url}/admin/replicas/{replica}/drain"
+        (await self._http.request("DELETE" if undo else "PUT", url)).raise_for_status()
+
     async def ask(self, document: int, replica: str, **fields: Any) -> Said:
         """About one document, of that replica."""
         messages = [
@@ -111,6 +115,18 @@ async def test_what_one_replica_computed_the_other_fetches(client: Client) -> No
     # Now both have it: nothing more is fetched.
     third = await client.ask(0, TWO)
     assert (third.text, third.cached, third.receipt["fetch"]) == (first.text, tokens, None)
+
+
+async def test_what_a_drained_replica_has_is_fetched(client: Client) -> None:
+    first = await client.teach(4)
+    await client.drain(ONE)
+    try:
+        second = await client.ask(4, TWO)
+    finally:
+        await client.drain(ONE, undo=True)
+    assert second.text == first.text
+    assert second.receipt["fetched"]["outcome"] == "fetched"
+    assert second.receipt["fetched"]["source"] == ONE
 
 
 async def test_clients_cannot_send_agents_anywhere(client: Client) -> None:
