@@ -24,6 +24,7 @@ from replica_agent.gateways import Gateways
 from replica_agent.kv.service import KvService
 from replica_agent.load import EngineMetrics
 from replica_agent.model_files import load_attention, load_geometry, load_model_files
+from replica_agent.pool_news import PoolNews
 from replica_agent.reports import EngineState, ReportHub
 from replica_agent.resets import ResetWatch
 from replica_agent.settings import Settings
@@ -60,9 +61,10 @@ class Replica:
         self.subscriber = KvEventSubscriber(
             self, settings.kv_events, settings.kv_replay, topic=settings.kv_topic, dp_rank=settings.dp_rank
         )
+        self.pool_news = PoolNews(self.catalogue, self.hub.changed)
         self.kv: KvService | None = None
         if settings.kv_socket is not None:
-            self.kv = KvService(settings, listener=self, tell=self.hub.fetched)
+            self.kv = KvService(settings, listener=self.pool_news, tell=self.hub.fetched)
         self._client = EngineClient(
             settings.engine,
             settings.dp_rank,
@@ -178,6 +180,7 @@ class Replica:
         """Asserts what must hold in the catalogue and around the pool, now that no event is being taken in."""
         self.catalogue.check()
         self.gateways.check()
+        self.pool_news.check()
         self._resets.check()
         self._doctor.check()
         if self.kv is not None:
@@ -210,18 +213,6 @@ class Replica:
         count = self.resyncs[reason]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, ... of a kind: a broken engine may do this with every step
             _logger.warning("catalogue emptied: %s (%d so far), epoch %d", reason, count, self.hub.epoch)
-
-    # What the pool tells.
-
-    def block_held(self, key: bytes) -> None:
-        """A block can be had from this agent's pool."""
-        self.catalogue.pool_held(key)
-        self.hub.changed()
-
-    def block_dropped(self, key: bytes) -> None:
-        """A block cannot be had from it any more."""
-        self.catalogue.pool_dropped(key)
-        self.hub.changed()
 
     # What the watcher tells.
 
