@@ -46,6 +46,10 @@ tracer = trace.get_tracer(__name__)
 SILENCE_S = 2.0
 """A stream on which so long was waited for a heartbeat is lost, whatever else came: they come every 250 ms."""
 
+UNVOUCHED_S = 10.0
+"""As is one on which none came for so long although there was always something to read: without them nothing that was
+reported is vouched for, or judged."""
+
 GREETING_S = 10.0
 FILES_S = 60.0
 """For all of an answer, however little by little it comes; the head of a report stream has as long as a greeting."""
@@ -109,8 +113,8 @@ class ReportStream:
         self._on_heartbeat = on_heartbeat
         self._turns = turns or Turns()
         self._clock = clock
-        self._silent_s = 0.0
-        """Time spent waiting since the last heartbeat: who is slow to read it has only himself to blame."""
+        self._heard_at = self._silent_s = 0.0
+        """When the last heartbeat was read, and how much of the time since was spent waiting for another."""
         self._changes: list[Stored | Removed] = []
         self._disbelieved = ""
         self._taken_up = 0
@@ -172,13 +176,13 @@ class ReportStream:
         async with _within(GREETING_S, url.path) as limit, self._answer(url, headers, timeout) as response:
             limit.reschedule(None)
             reader = FrameReader()
-            asked = self._clock()
+            asked = self._heard_at = self._clock()
             async for data in response.aiter_raw():
                 self._silent_s += self._clock() - asked
                 await self.take(reader, data)
-                if self._silent_s > SILENCE_S:
-                    raise StreamLost(f"no heartbeat for {self._silent_s:.1f} s", "connection")
                 asked = self._clock()
+                if self._silent_s > SILENCE_S or asked - self._heard_at > UNVOUCHED_S:
+                    raise StreamLost(f"no heartbeat for {asked - self._heard_at:.1f} s", "connection")
         raise StreamLost("agent closed the report stream")
 
     async def take(self, reader: FrameReader, data: bytes) -> None:
@@ -272,7 +276,7 @@ class ReportStream:
 
     async def _apply_heartbeat(self, beat: Heartbeat) -> None:
         self._replica.heartbeat = beat
-        self._silent_s = 0.0
+        self._silent_s, self._heard_at = 0.0, self._clock()
         self._replica.others.told(beat, self._replica.load)
         if (beat.epoch, beat.seq) != (self._epoch, self._seq):
             raise StreamLost(f"gap: heartbeat is at {beat.epoch}/{beat.seq}, index at {self._epoch}/{self._seq}")

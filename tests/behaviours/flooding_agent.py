@@ -18,6 +18,7 @@ import msgspec
 
 from kvstore.identity import Namespace, pack_keys
 from kvstore.messages import (
+    Change,
     Cleared,
     Delta,
     FetchOutcome,
@@ -64,32 +65,36 @@ def record(replica: str) -> FetchRecord:
 
 def flood(kind: str, replica: str) -> Iterator[list[Report]]:
     """Messages without an end; every one of them is what an agent may say, and the digests are right."""
-    numbers = itertools.count(1)
     if kind == "snapshots":
         for epoch in itertools.count(2):
             yield [Snapshot(epoch=epoch, seq=0, part=0, last=True, stored=[stored(FIRST)]), beat(epoch, 0, FIRST)]
     elif kind == "records":
-        yield from itertools.repeat([record(replica)])
+        for number in itertools.count(1):
+            yield [record(replica)] if number % 500 else [beat(1, 0, FIRST)]
     elif kind == "heartbeats":
         yield from itertools.repeat([beat(1, 0, FIRST)])
-    elif kind == "nothing":
-        yield from ([Delta(epoch=1, seq=number, changes=[])] for number in numbers)
-    elif kind == "one block":
-        for number in numbers:
-            change = stored(FIRST + 1) if number % 2 else Removed(tier=Tier.HBM, keys=pack_keys([FIRST + 1]))
-            yield [Delta(epoch=1, seq=number, changes=[change])]
-    elif kind == "cleared":
-        tiers = [Cleared(tier=tier) for tier in Tier if tier is not Tier.HBM] * 3
-        yield from ([Delta(epoch=1, seq=number, changes=tiers)] for number in numbers)
-    elif kind == "cleared again":
-        change = [Cleared(tier=Tier.HBM), stored(FIRST)]
-        yield from ([Delta(epoch=1, seq=number, changes=change)] for number in numbers)
     else:
-        assert kind == "ever new blocks"
-        for number in numbers:
+        for number in itertools.count(1):
+            yield [Delta(epoch=1, seq=number, changes=_changes(kind, number))]
+            if number % 500 == 0:
+                yield [beat(1, number, FIRST)]
+
+
+def _changes(kind: str, number: int) -> list[Change]:
+    """After an even number of deltas the first block is held, and no other."""
+    match kind:
+        case "nothing":
+            return []
+        case "one block":
+            return [stored(FIRST + 1) if number % 2 else Removed(tier=Tier.HBM, keys=pack_keys([FIRST + 1]))]
+        case "cleared":
+            return [Cleared(tier=tier) for tier in Tier if tier is not Tier.HBM] * 3
+        case "cleared again":
+            return [Cleared(tier=Tier.HBM), stored(FIRST)]
+        case "ever new blocks":
             keys = range(FIRST + 1_000 * number, FIRST + 1_000 * number + 1_000)
-            changes = [stored(*keys), Removed(tier=Tier.HBM, keys=pack_keys(keys))]
-            yield [Delta(epoch=1, seq=number, changes=changes)]
+            return [stored(*keys), Removed(tier=Tier.HBM, keys=pack_keys(keys))]
+    raise AssertionError(kind)
 
 
 def say(number: int) -> None:

@@ -227,6 +227,7 @@ async def pair(set_up: Callable[[Agent], object] | None = None) -> AsyncIterator
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in sends no heartbeats of its own."""
     monkeypatch.setattr(report_stream, "SILENCE_S", 60.0)
+    monkeypatch.setattr(report_stream, "UNVOUCHED_S", 60.0)
 
 
 async def test_a_snapshot_in_parts_over_tiers_then_deltas() -> None:
@@ -517,6 +518,18 @@ async def test_a_stream_without_heartbeats_is_lost_whatever_else_comes(
         trickling = asyncio.create_task(trickle())
         await until(lambda: agent.streams == 2 or gateway.stream.losses != {})
         trickling.cancel()
+        await until(lambda: gateway.stream.losses == {"connection": 1})
+
+
+async def test_so_is_one_that_never_pauses_for_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (agent, gateway):
+        monkeypatch.setattr(report_stream, "UNVOUCHED_S", 0.2)
+        agent.opening = [snapshot(2, 0, []), beat(2, 0)]
+        for seq in range(1, 1_000):
+            agent.say(delta(1, seq, stored(seq)))
+            await asyncio.sleep(0.001)
+            if gateway.stream.losses:
+                break
         await until(lambda: gateway.stream.losses == {"connection": 1})
 
 
