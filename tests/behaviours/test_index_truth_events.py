@@ -144,6 +144,7 @@ class Engine:
         if life != self.life:
             self.life, self.copies = life, Counter()
         events: list[Any] = []
+        twice = 0
         for _ in range(self.rng.randrange(1, 4)):
             action, block = self.rng.random(), self.rng.randrange(1, 12)
             if action < 0.6:
@@ -151,7 +152,12 @@ class Engine:
                 path = [block]
                 while path[0] // 3:
                     path.insert(0, path[0] // 3)
-                for each in [each for each in path if not self.copies[each]] or [block]:
+                computed = [each for each in path if not self.copies[each]] or [block]
+                if twice and computed[0] // 3 == twice:
+                    # A first block that is computed twice has no child behind it: that is how it is told again.
+                    continue
+                twice = block if self.copies[block] and block < 3 else 0
+                for each in computed:
                     self.copies[each] += 1
                     events.append(stored([each], tokens_of(each), parent=each // 3 or None))
             elif action < 0.95:
