@@ -76,12 +76,15 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class PlacementSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`epsilon`: how far above the mean a replica's load may go; `route_seed`: seed of all RouteKeys of a deployment;
     `allow_pinning`: whether a client may choose its replica with the header `x-gateway-pin`, and forbid a fetch with
-    `x-gateway-fetch: off`; `index_bytes`: the memory in which is kept what replicas hold."""
+    `x-gateway-fetch: off`; `index_bytes`: the memory in which is kept what replicas hold;
+    `slow_start_s`: in which time a replica that comes up with an empty cache gets its full share of the load, 0: at
+    once."""
 
     epsilon: float = 1.0
     route_seed: int = 0
     allow_pinning: bool = False
     index_bytes: int = 1 << 30
+    slow_start_s: float = 30.0
 
 
 class FetchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -277,6 +280,8 @@ def _check(settings: Settings) -> None:
         raise SettingsError(
             f"placement.index_bytes: must be at least {MIN_INDEX_BYTES}, got {settings.placement.index_bytes}"
         )
+    if not 0 <= settings.placement.slow_start_s < math.inf:
+        raise SettingsError(f"placement.slow_start_s: must be at least 0, got {settings.placement.slow_start_s}")
     fetch = settings.fetch
     if not 0 <= fetch.margin < 1:
         raise SettingsError(f"fetch.margin: must be at least 0 and below 1, got {fetch.margin}")

@@ -87,6 +87,7 @@ class StateCollector(Collector):
         up = gauge("up", "1 while the engine answers.")
         reporting = gauge("reporting", "1 while the agent's reports are followed.")
         draining = gauge("draining", "1 while it takes nothing new because an operator says so.")
+        warmth = gauge("warmth", "Share of its weight in the load bounds: below 1 after its engine came up.")
         sequences = gauge("running_sequences", "Requests of this gateway in flight.")
         tokens = gauge("queued_prefill_tokens", "Uncached prompt tokens before their first token, deep ones for more.")
         gateways = gauge("other_gateways", "Other gateways that the replica's agent hears of.")
@@ -109,6 +110,7 @@ class StateCollector(Collector):
             up.add_metric([replica.id], float(replica.engine_up))
             reporting.add_metric([replica.id], float(replica.reporting))
             draining.add_metric([replica.id], float(replica.draining))
+            warmth.add_metric([replica.id], self._fleet.slow_start.warmth(replica.id))
             sequences.add_metric([replica.id], replica.load.sequences)
             tokens.add_metric([replica.id], replica.load.prefill_tokens)
             speed.add_metric([replica.id], self._fleet.speed.of(replica.id))
@@ -144,8 +146,9 @@ class StateCollector(Collector):
             announced.add_metric([announcer.replica_id], announcer.announcements)
             for why, count in announcer.failures.items():
                 unheard.add_metric([announcer.replica_id, why], count)
-        yield from (up, reporting, draining, sequences, tokens, speed, share, credit, judged, contradicted, quarantines)
-        yield from (snapshots, losses, gateways, others, other_tokens, outside, announced, unheard)
+        yield from (up, reporting, draining, warmth, sequences, tokens, speed, share)
+        yield from (credit, judged, contradicted, quarantines, snapshots, losses)
+        yield from (gateways, others, other_tokens, outside, announced, unheard)
 
     def _hits(self) -> Iterator[Metric]:
         """The terms of the hit rates, so that any window's can be had, and their quotients since the start."""

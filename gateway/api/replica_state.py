@@ -22,6 +22,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "engine_up": replica.engine_up,
         "engine_error": replica.engine_error,
         "draining": replica.draining,
+        "warmth": fleet.slow_start.warmth(replica.id),
         "models": list(replica.models),
         "agent": str(replica.agent) if replica.agent else None,
         "reporting": replica.reporting,

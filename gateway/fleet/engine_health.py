@@ -36,9 +36,11 @@ class EngineHealth:
     """
 
     def __init__(self, engines: EngineHttp, on_down: Callable[[str], None]) -> None:
-        """`on_down` is told the id of a replica whose engine stopped answering: its cache may be gone."""
+        """`on_down` is told the id of a replica whose engine stopped answering: its cache may be gone. `on_up`
+        is told of a replica whose engine answers, for the first time or again."""
         self._engines = engines
         self._on_down = on_down
+        self.on_up: Callable[[Replica], None] = _tell_nobody
 
     async def watch(self, replicas: Iterable[Replica]) -> None:
         """Probe all replicas until cancelled."""
@@ -75,6 +77,7 @@ class EngineHealth:
         if not replica.engine_up:
             log.info("engine of %s is up: %s", replica.id, ", ".join(replica.models))
             replica.engine_up, replica.engine_error = True, ""
+            self.on_up(replica)
 
     def failed(self, replica: Replica, why: str) -> None:
         """The engine did not answer; place nothing there until a probe succeeds."""
@@ -82,3 +85,7 @@ class EngineHealth:
             log.warning("engine of %s is down: %s", replica.id, why)
             self._on_down(replica.id)
         replica.engine_up, replica.engine_error = False, why
+
+
+def _tell_nobody(replica: Replica) -> None:
+    pass

@@ -22,6 +22,7 @@ from gateway.fleet.model_profiles import ModelProfiles
 from gateway.fleet.others import GatewayId, Load
 from gateway.fleet.replica import Replica
 from gateway.fleet.report_stream import ReportStream
+from gateway.fleet.slow_start import SlowStart
 from gateway.fleet.speed import FleetSpeed
 from gateway.identity.prompt import IdentityMode
 from gateway.placement.index import PrefixIndex
@@ -60,6 +61,8 @@ class Fleet:
         self.trust = trust or Trust()
         self.failed_tokens = fetches.failed_tokens
         self.speed = FleetSpeed(INITIAL_PREFILL_TOKENS_PER_S)
+        self.slow_start = SlowStart(settings.placement.slow_start_s)
+        health.on_up = self._came_up
         accesses = engine_accesses(settings)
         self.me = GatewayId(settings.listen.name or _own_name(settings.listen.port), time.time_ns())
         self.replicas = {each.id: Replica(each, accesses[each.id], self.me) for each in settings.replicas}
@@ -79,6 +82,7 @@ class Fleet:
                     on_model_files=None if settings.observe_only else profiles.learn,
                     on_fetch=fetches.add,
                     on_heartbeat=self.trust.heard,
+                    on_reporting=self._reports,
                 )
                 self.announcers[replica.id] = Announcer(
                     replica, replica.agent, self.me, token=settings.agent_token, access=agents
@@ -134,6 +138,7 @@ class Fleet:
                 others,
                 self.trust.credit(replica.id),
                 self.speed.decode_share(replica.decoding),
+                self.slow_start.warmth(replica.id),
             )
             for replica, others in zip(serving, _others(serving), strict=True)
         ]
@@ -168,6 +173,14 @@ class Fleet:
     def ready(self) -> bool:
         """Whether any engine is up, and its replica takes requests."""
         return any(replica.engine_up and not replica.draining for replica in self.replicas.values())
+
+    def _came_up(self, replica: Replica) -> None:
+        held = self._index.reported_blocks(replica.id, Tier.HBM)
+        self.slow_start.came_up(replica.id, held, replica.capacity_blocks)
+
+    def _reports(self, replica: Replica) -> None:
+        held = self._index.reported_blocks(replica.id, Tier.HBM)
+        self.slow_start.reported(replica.id, held, replica.capacity_blocks)
 
     def _register(self, replica: Replica, hello: Hello) -> None:
         model = hello.models[0] if hello.models else "unknown"

@@ -97,12 +97,14 @@ class Replica:
         others: Load = NOTHING,
         trust: float = 1.0,
         decode_share: float = 0.0,
+        warmth: float = 1.0,
     ) -> ReplicaView:
         """What the placer is told about this replica now; `others` is the load there that is not this gateway's."""
         return ReplicaView(
             id=self.id,
             claims=claims,
             weight=0.0 if self.draining else self.weight,
+            warmth=warmth,
             queued_prefill_tokens=self.load.prefill_tokens + others.prefill_tokens,
             running=self.load.sequences + others.sequences,
             prefill_tokens_per_s=prefill_tokens_per_s,

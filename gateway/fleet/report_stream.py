@@ -96,10 +96,12 @@ class ReportStream:
         on_fetch: Callable[[FetchRecord], None],
         on_heartbeat: Callable[[str], None] = lambda replica: None,
         turns: Turns | None = None,
+        on_reporting: Callable[[Replica], None] = lambda replica: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has.
-        Without `on_model_files` they are not asked for."""
+        """`on_heartbeat` is told the replica's id when a heartbeat has shown that the index is what the agent has;
+        before the first such since its reports were last believed `on_reporting` is told of the replica. Without
+        `on_model_files` they are not asked for."""
         self.replica_id = replica.id
         self._replica = replica
         self._agent = agent
@@ -112,6 +114,7 @@ class ReportStream:
         self._on_fetch = on_fetch
         self._on_heartbeat = on_heartbeat
         self._turns = turns or Turns()
+        self._on_reporting = on_reporting
         self._clock = clock
         self._heard_at = self._silent_s = 0.0
         """When the last heartbeat was read, and how much of the time since was spent waiting for another."""
@@ -288,6 +291,7 @@ class ReportStream:
         self._verified = True
         if not self._replica.reporting:
             self._set_reporting(True, "")
+            self._on_reporting(self._replica)
         self._on_heartbeat(self._replica.id)
 
     async def _take_up(self, changes: Sequence[Change]) -> None:

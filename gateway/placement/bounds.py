@@ -11,8 +11,8 @@ from gateway.placement.settings import PlacementSettings
 class Bounds:
     """Who may take one more request. Lives for one decision; holds the fleet's totals at its start.
 
-    A replica i with weight w_i is within its bounds when both hold, for its queued prefill seconds q and its running
-    sequences n:
+    A replica i with weight w_i (times its warmth, where it has just come up) is within its bounds when both hold, for
+    its queued prefill seconds q and its running sequences n:
 
         q_i + a_i <= (1 + eps) x w_i/W x (Q + a_i) + floor_i
         n_i + 1   <= (1 + eps) x w_i/W x (N + 1) + floor_sequences
@@ -30,7 +30,7 @@ class Bounds:
     """
 
     def __init__(self, views: Sequence[ReplicaView], settings: PlacementSettings) -> None:
-        self._slack = (1 + settings.eps) / (sum(view.weight for view in views) or 1.0)
+        self._slack = (1 + settings.eps) / (sum(view.weight * view.warmth for view in views) or 1.0)
         self._chunk = settings.prefill_chunk_tokens
         self._floor_sequences = settings.floor_sequences
         self._prefill_s = sum(view.queue_s for view in views)
@@ -38,7 +38,7 @@ class Bounds:
 
     def within(self, view: ReplicaView, prefill_s: float, cached_tokens: int = 0) -> bool:
         """Whether a request may go to `view`: `prefill_s` seconds of uncached prefill there, `cached_tokens` saved."""
-        share = self._slack * view.weight
+        share = self._slack * view.weight * view.warmth
         if view.running + 1 > share * (self._running + 1) + self._floor_sequences:
             return False
         floor = max(self._chunk / view.prefill_tokens_per_s, view.prefill_s(cached_tokens, 0))
@@ -48,7 +48,7 @@ class Bounds:
 
     def pressure(self, view: ReplicaView) -> float:
         """The larger of its two loads as a share of its bound: who serves when all are over it."""
-        share = self._slack * view.weight
+        share = self._slack * view.weight * view.warmth
         return max(
             view.running / (share * self._running + self._floor_sequences),
             view.queue_s / (share * self._prefill_s + self._chunk / view.prefill_tokens_per_s),

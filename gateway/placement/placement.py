@@ -52,12 +52,13 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     units of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
     unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. What it
-    reports to hold is multiplied by `trust`.
+    reports to hold is multiplied by `trust`. In the bounds its weight is multiplied by `warmth`.
     """
 
     id: str
     claims: Claims
     weight: float = 1.0
+    warmth: float = 1.0
     queued_prefill_tokens: int = 0
     running: int = 0
     prefill_tokens_per_s: float

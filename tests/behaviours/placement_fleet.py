@@ -20,6 +20,7 @@ from pathlib import Path
 
 import xxhash
 
+from gateway.fleet.slow_start import SlowStart
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, Placement, Reason, ReplicaView
@@ -81,11 +82,18 @@ def conversation(replicas: int, speed: float, utilization: float, mode: Identity
 
 @dataclass
 class Engine:
-    """One replica. `cache` is its LRU of block keys, `coming` those of queued prompts; `work` is in tokens."""
+    """One replica. `cache` is its LRU of block keys, `coming` those of queued prompts; `work` is in tokens.
+
+    It prefills `speed` tokens a second, which is known, but `slow` times fewer until `warm_at`, which is not.
+    """
 
     id: str
     capacity_blocks: int
     block_units: int
+    speed: float
+    weight: float = 1.0
+    warm_at: float = 0.0
+    slow: float = 1.0
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     pool: set[int] = field(default_factory=set)
     coming: Counter[int] = field(default_factory=Counter)
@@ -115,21 +123,34 @@ class Fleet:
         claims: Claims = Claims.REPORTS,
         pools: FetchState | None = None,
         settings: PlacementSettings | None = None,
+        slow_start_s: float = 0.0,
     ) -> None:
         self.now = 0.0
+        self.slow_start = SlowStart(slow_start_s, clock=lambda: self.now)
         self.speed = speed
         self.decode_s = decode_s
         self.claims = claims
         self.pools = pools
-        self.engines = {f"replica-{i}": Engine(f"replica-{i}", capacity_blocks, block_units) for i in range(replicas)}
+        self.capacity_blocks = capacity_blocks
+        self.block_units = block_units
+        self.engines: dict[str, Engine] = {}
         self.index = PrefixIndex()
-        for replica in self.engines:
-            self.index.add_replica(replica)
+        for _ in range(replicas):
+            self.add()
         self.placer = Placer(self.index, settings, clock=lambda: self.now)
         self.reasons: Counter[Reason] = Counter()
         self.waits: list[float] = []
         self._events: list[tuple[float, int, str, Engine, PromptIdentity, int]] = []
         self._sequence = 0
+
+    def add(self, *, weight: float = 1.0, **more: float) -> Engine:
+        """One more replica, whose cache is empty, `weight` times as fast as the fleet is; `more` as in `Engine`."""
+        replica = f"replica-{len(self.engines)}"
+        engine = Engine(replica, self.capacity_blocks, self.block_units, weight * self.speed, weight, **more)
+        self.engines[replica] = engine
+        self.index.add_replica(replica)
+        self.slow_start.came_up(replica, 0, self.capacity_blocks)
+        return engine
 
     def views(self) -> list[ReplicaView]:
         """What a gateway with fresh reports knows now."""
@@ -139,7 +160,9 @@ class Fleet:
                 claims=self.claims,
                 queued_prefill_tokens=engine.queued,
                 running=engine.running,
-                prefill_tokens_per_s=self.speed,
+                weight=engine.weight,
+                warmth=self.slow_start.warmth(engine.id),
+                prefill_tokens_per_s=engine.speed,
                 block_units=engine.block_units,
                 capacity_blocks=engine.capacity_blocks,
                 held_blocks=len(engine.cache),
@@ -176,7 +199,7 @@ class Fleet:
         missing = request.identity.tokens - cached
         engine.work += missing
         engine.hits += request.identity.tokens - missing
-        engine.free_at = begin + missing / self.speed
+        engine.free_at = begin + missing / engine.speed * (engine.slow if begin < engine.warm_at else 1.0)
         self.waits.append(engine.free_at - self.now)
         claim = placer.placed(placement, request.identity)
         engine.coming.update(_blocks(engine, request.identity))

@@ -40,7 +40,9 @@ class Prober:
 
     def __init__(self, engines: EngineHttp) -> None:
         self.down: list[str] = []
+        self.up: list[str] = []
         self.health = EngineHealth(engines, self.down.append)
+        self.health.on_up = lambda replica: self.up.append(replica.id)
 
     @staticmethod
     def replica(url: str, name: str = "r") -> Replica:
@@ -65,7 +67,10 @@ async def test_a_good_engine_is_up_with_its_models(prober: Prober) -> None:
         engine.answer = JSONResponse({"data": [{"id": "m"}, {"id": "adapter"}, {"object": "nameless"}]})
         await prober.health.probe(replica)
         assert list(replica.models) == ["m", "adapter"]
-    assert prober.down == []
+        assert (prober.up, prober.down) == (["r"], [])
+        prober.health.failed(replica, "refused")
+        await prober.health.probe(replica)
+        assert (prober.up, prober.down) == (["r", "r"], ["r"])
 
 
 async def test_a_refused_engine_is_down_and_told_once(prober: Prober) -> None:

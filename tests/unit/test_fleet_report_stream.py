@@ -164,6 +164,7 @@ class Gateway:
         self.hellos: list[Hello] = []
         self.files: list[ModelFiles] = []
         self.fetched: list[FetchRecord] = []
+        self.begun: list[int] = []
         assert self.replica.agent is not None
         self.stream = ReportStream(
             self.replica,
@@ -175,6 +176,7 @@ class Gateway:
             on_hello=lambda _, hello: self.hellos.append(hello),
             on_model_files=self._learn,
             on_fetch=self.fetched.append,
+            on_reporting=lambda replica: self.begun.append(self.index.reported_blocks(replica.id, Tier.HBM)),
         )
 
     async def _learn(self, replica: Replica, files: ModelFiles) -> None:
@@ -651,6 +653,9 @@ async def test_a_stream_that_the_agent_ends_is_taken_up_again() -> None:
         agent.say_raw(None)
         await gateway.reports([20])
         assert gateway.stream.losses == {"reports": 1}
+        agent.say(delta(2, 1, stored(21)), beat(2, 1, (Tier.HBM, [20, 21])))
+        await gateway.reports([20, 21])
+        assert gateway.begun == [0, 1], "told once whenever its reports are believed again, with what it holds then"
 
 
 async def test_an_agent_that_is_gone_is_named_until_it_is_back() -> None:

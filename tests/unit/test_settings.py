@@ -54,6 +54,8 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("listen: {name: " + "a" * 129 + "}", {}, "listen.name"),
         ("placement: {epsilon: 0}", {}, "placement.epsilon"),
         ("placement: {index_bytes: 16777215}", {}, "placement.index_bytes"),
+        ("placement: {slow_start_s: -1}", {}, "placement.slow_start_s"),
+        ("placement: {slow_start_s: .inf}", {}, "placement.slow_start_s"),
         ("observe_only: {}", {}, "observe_only"),
         ("observe_only: true\nreplicas: [{id: a, engine: 'http://a:1'}]", {}, "observe_only"),
         ("", {"PREFIX_GATEWAY_OBSERVE_ONLY__X": "1"}, "PREFIX_GATEWAY_OBSERVE_ONLY__X"),

@@ -107,6 +107,8 @@ def test_replicas(render: Render, tmp_path: Path) -> None:
         ("placement", "allow_pinning", True),
         ("placement", "index_bytes", 1 << 24),
         ("placement", "index_bytes", 1 << 36),
+        ("placement", "slow_start_s", 0),
+        ("placement", "slow_start_s", 2.5),
         ("fetch", "enabled", False),
         ("fetch", "margin", 0),
         ("fetch", "max_deadline_ms", 1),

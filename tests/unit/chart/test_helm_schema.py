@@ -34,6 +34,7 @@ def nested(path: str, value: Any) -> Values:
         ("config.placement.route_seed", 2**53),
         ("config.placement.allow_pinning", "no"),
         ("config.placement.index_bytes", (1 << 24) - 1),
+        ("config.placement.slow_start_s", -1),
         ("config.fetch.enabled", "yes"),
         ("config.fetch.margin", 1),
         ("config.fetch.max_deadline_ms", 0),
