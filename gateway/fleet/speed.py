@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
+from statistics import fmean
 
 from gateway.fleet.decoding import NO_DECODING, DecodeShare, Decoding
 
@@ -14,28 +16,35 @@ FLEET_WEIGHT = 0.2
 """Share of a new observation in the fleet's average: about the last ten prefills count."""
 
 KEPT = 200
-PRIOR = 50
-"""A replica's own speed is the mean of its last 200 prefills, mixed with 50 at the fleet's speed.
+SURE = 3.0
+"""A replica's own speed is that of its last 200 prefills, as far as it differs from the fleet's by more than 3 standard
+errors.
 
-One machine's prefills vary by a factor of two from one to the next under load, and a replica that looks faster than its
-equals by chance would draw cold prompts away from free caches. With a few prefills seen, replicas of equal hardware
-count as equal. The two numbers are chosen by that argument, not by a measurement of their own.
+One machine's prefills vary by a factor of two from one to the next under load. A replica that looks faster than its
+equals by chance, if only by a fiftieth, would draw all cold prompts of an idle fleet away from free caches: with speeds
+that were half proven, one of four equal replicas got 70 % of them. Replicas that cannot be told apart have exactly one
+speed, and the ring decides between them (`tests/behaviours/test_placement_unequal.py`).
 """
+
+SPREAD, DOUBT = 0.5, 10
+"""How far a prefill's speed is taken to be from the next one's, in logarithms, and how many prefills it takes to say
+otherwise: the first two of a replica may be alike by chance."""
 
 
 class FleetSpeed:
     """Prefill speeds of all replicas at a prompt's beginning, in tokens per second, and how decoding slows them.
 
-    Owns the fleet's moving average and, per replica, how far its last prefills were from that average at their time;
-    decoding's share (`DecodeShare`) is taken off first.
-    Observations are wall time to the first token of requests that found no prefill queued before them, so queueing is
-    not mistaken for slowness. `initial` stands until the first.
+    Owns the fleet's moving average and, per replica, how far its last prefills were from that average at their time,
+    and what is proven of that; decoding's share (`DecodeShare`) is taken off first. Observations are wall time to the
+    first token of requests that found no prefill queued before them, so queueing is not mistaken for slowness.
+    `initial` stands until the first.
     """
 
     def __init__(self, initial: float) -> None:
         self._fleet = initial
         self._seen = False
         self._deviations: dict[str, deque[float]] = {}
+        self._apart: dict[str, float] = {}
         self._decoding = DecodeShare()
 
     def observe(self, replica: str, effort: float, seconds: float, beside: Decoding = NO_DECODING) -> None:
@@ -47,7 +56,9 @@ class FleetSpeed:
         self._decoding.observe(replica, effort, seconds, beside)
         if not self._seen:
             self._fleet, self._seen = speed, True
-        self._deviations.setdefault(replica, deque(maxlen=KEPT)).append(math.log(speed / self._fleet))
+        own = self._deviations.setdefault(replica, deque(maxlen=KEPT))
+        own.append(math.log(speed / self._fleet))
+        self._apart[replica] = _proven(own)
         self._fleet *= math.exp(FLEET_WEIGHT * math.log(speed / self._fleet))
 
     def decode_share(self, beside: Decoding) -> float:
@@ -56,5 +67,12 @@ class FleetSpeed:
 
     def of(self, replica: str) -> float:
         """The replica's speed now, while nothing decodes."""
-        own = self._deviations.get(replica)
-        return self._fleet * math.exp(sum(own) / (len(own) + PRIOR)) if own else self._fleet
+        return self._fleet * math.exp(self._apart.get(replica, 0.0))
+
+
+def _proven(values: Collection[float]) -> float:
+    """The mean, brought nearer to 0 by what chance may have added to it."""
+    count, mean = len(values), fmean(values)
+    squares = sum((value - mean) ** 2 for value in values) + DOUBT * SPREAD**2
+    error = math.sqrt(squares / (count - 1 + DOUBT) / count)
+    return math.copysign(max(0.0, abs(mean) - SURE * error), mean)

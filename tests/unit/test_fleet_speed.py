@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.fleet.speed import KEPT, MIN_TOKENS, PRIOR, FleetSpeed
+from gateway.fleet.speed import KEPT, MIN_TOKENS, FleetSpeed
 
 
 def test_the_first_prefill_replaces_the_guess() -> None:
@@ -23,28 +23,30 @@ def test_what_tells_nothing_is_ignored(tokens: int, seconds: float) -> None:
     assert speed.of("a") == 2_000.0
 
 
-def test_equal_replicas_count_as_equal_in_spite_of_noise() -> None:
-    """Single prefills differ by a factor of two; what is learned of equals differs by little."""
-    rng = random.Random(1)
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_replicas_have_one_speed_in_spite_of_noise(seed: int) -> None:
+    """Single prefills differ by a factor of two. Nearly always nothing is learned of equals, and never much."""
+    rng = random.Random(seed)
     speed = FleetSpeed(1.0)
-    for _ in range(200):
+    apart = 0
+    for turn in range(400):
         for replica in "abcd":
             speed.observe(replica, 1_000, rng.uniform(0.7, 1.4))
-    learned = [speed.of(replica) for replica in "abcd"]
-    assert max(learned) / min(learned) < 1.2
+        learned = [speed.of(replica) for replica in "abcd"]
+        assert turn < 10 or max(learned) / min(learned) < 1.1
+        apart += turn >= 10 and len(set(learned)) > 1
+    assert apart < 40
     assert all(700 < each < 1_400 for each in learned)
 
 
-def test_a_few_prefills_of_one_replica_say_little() -> None:
-    """Shrunk to the fleet: one twice as fast prefill moves a replica by less than a tenth."""
+def test_a_few_prefills_of_one_replica_say_nothing() -> None:
     speed = FleetSpeed(1.0)
     for _ in range(30):
         for replica in "abc":
             speed.observe(replica, 1_000, 1.0)
-    before = speed.of("d")
-    speed.observe("d", 1_000, 0.5)
-    assert speed.of("d") / speed.of("a") == pytest.approx(2 ** (1 / (1 + PRIOR)), rel=0.01)
-    assert before == pytest.approx(1_000)
+    for seconds in (0.5, 0.9, 0.6, 1.1):
+        speed.observe("d", 1_000, seconds)
+        assert speed.of("d") == speed.of("a")
 
 
 def test_a_slower_machine_is_found_out() -> None:
@@ -52,7 +54,7 @@ def test_a_slower_machine_is_found_out() -> None:
     for _ in range(KEPT):
         for replica, seconds in (("a", 1.0), ("b", 1.0), ("slow", 4.0)):
             speed.observe(replica, 1_000, seconds)
-    assert 2.0 < speed.of("a") / speed.of("slow") < 4.0
+    assert speed.of("a") / speed.of("slow") == pytest.approx(4.0, rel=0.25)
     assert speed.of("a") == pytest.approx(speed.of("b"), rel=0.15), (
         "equals, but for who was seen just after the slow one"
     )
