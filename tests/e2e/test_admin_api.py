@@ -59,13 +59,14 @@ class Admin:
         return answer
 
     async def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Every sample of the gateway's own metrics, but for what it announces by the clock."""
+        """Every sample of the gateway's own metrics, but for those that go by the clock."""
         text = (await self.get("/metrics")).text
         return {
             (sample.name, tuple(sorted(sample.labels.items()))): sample.value
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name.startswith("prefix_gateway_") and "load_announcements" not in sample.name
+            if sample.name.startswith("prefix_gateway_")
+            and not sample.name.startswith(("prefix_gateway_load_announcements", "prefix_gateway_replica_warmth"))
         }
 
     async def tables(self) -> list[set[str]]:
@@ -107,6 +108,11 @@ async def test_replicas(admin: Admin) -> None:
         assert [problem["code"] for problem in each["problems"]] == ["pool_off"]
         assert each["fetch"]["state"].startswith("events and routing only: ")
         assert each["evicted_blocks"] == 0
+        assert (each["draining"], each["prefill_tokens_per_s"] > 0) == (False, True)
+        assert 0 < each["attention"] <= 1, "the agent has the model's config"
+        assert (each["decoding"]["sequences"], each["decoding"]["context"]) == (0, 0.0)
+        assert each["decoding"]["share"] == 0.0
+        assert 0 < each["warmth"] <= 1
     index = found["index"]
     assert 0 < index["bytes"] < index["limit_bytes"] == 1 << 30
     assert index["blocks"] <= sum(each["held_blocks"] + each["pool_blocks"] for each in found["replicas"])
