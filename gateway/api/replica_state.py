@@ -44,7 +44,7 @@ def describe(replica: Replica, fleet: Fleet, index: PrefixIndex) -> dict[str, An
         "others": _others(replica, fleet),
         "prefill_tokens_per_s": fleet.speed.of(replica.id),
         "attention": replica.attention,
-        "decoding": replica.decoding._asdict() | {"share": fleet.speed.decode_share(replica.decoding)},
+        "decoding": _decoding(replica, fleet),
         "engine_load": _load(replica),
     }
 
@@ -54,6 +54,12 @@ def _routed_by(replica: Replica) -> str:
     if replica.reporting:
         return "reports"
     return "learned" if replica.agent else "ring"
+
+
+def _decoding(replica: Replica, fleet: Fleet) -> dict[str, float] | None:
+    """What its engine decodes, and the share of time that is believed to take from prefills; None if nobody says."""
+    decoding = replica.decoding
+    return None if decoding is None else decoding._asdict() | {"share": fleet.speed.decode_share(decoding)}
 
 
 def _kv_events(replica: Replica) -> str:

@@ -29,9 +29,6 @@ class Decoding(NamedTuple):
     context: float
 
 
-NO_DECODING = Decoding(0, 0)
-
-
 class _Usual:
     """Means over one replica's last prefills: seconds per token, and what decoded beside them."""
 
@@ -40,7 +37,7 @@ class _Usual:
     def __init__(self) -> None:
         self.count = 0
         self.pace_s = 0.0
-        self.beside = NO_DECODING
+        self.beside = Decoding(0, 0)
 
 
 class DecodeShare:

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from gateway.fleet.decoding import NO_DECODING, Decoding
+from gateway.fleet.decoding import Decoding
 from gateway.fleet.engine_access import EngineAccess
 from gateway.fleet.inflight import InFlight
 from gateway.fleet.others import NOTHING, GatewayId, Load, Others
@@ -61,11 +61,12 @@ class Replica:
         return self.hello.attention if self.hello else 0.0
 
     @property
-    def decoding(self) -> Decoding:
-        """What its engine computes now, by its agent's last word: mostly decodes, as prefills are few at a time."""
+    def decoding(self) -> Decoding | None:
+        """What its engine computes now, by its agent's last word: mostly decodes, as prefills are few at a time. None
+        without one."""
         beat = self.heartbeat
         if beat is None or not self.reporting:
-            return NO_DECODING
+            return None
         return Decoding(beat.running, beat.kv_usage * beat.capacity_blocks * self.block_size)
 
     @property

@@ -50,6 +50,10 @@ class SlowStart:
             return 1.0
         return max(share, LEAST)
 
+    def check(self) -> None:
+        """Asserts that nobody came up later than now."""
+        assert all(since <= self._clock() for since in self._since.values())
+
 
 def _is_warm(held_blocks: int, capacity_blocks: int) -> bool:
     return 0 < capacity_blocks * WARM <= held_blocks

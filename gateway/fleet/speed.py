@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection
 from statistics import fmean
 
-from gateway.fleet.decoding import NO_DECODING, DecodeShare, Decoding
+from gateway.fleet.decoding import DecodeShare, Decoding
 
 MIN_TOKENS = 64
 """A prefill shorter than this says more about overheads than about speed."""
@@ -47,13 +47,14 @@ class FleetSpeed:
         self._apart: dict[str, float] = {}
         self._decoding = DecodeShare()
 
-    def observe(self, replica: str, effort: float, seconds: float, beside: Decoding = NO_DECODING) -> None:
+    def observe(self, replica: str, effort: float, seconds: float, beside: Decoding | None = None) -> None:
         """A prefill that was worth so many tokens at a prompt's beginning (`gateway.placement.placement.effort`) took
-        `seconds` while the replica decoded `beside` it; ignored when too short to tell anything."""
+        `seconds` while the replica decoded `beside` it, if anybody knows; ignored when too short to tell anything."""
         if effort < MIN_TOKENS or seconds <= 0:
             return
         speed = effort / seconds / (1 - self.decode_share(beside))
-        self._decoding.observe(replica, effort, seconds, beside)
+        if beside is not None:
+            self._decoding.observe(replica, effort, seconds, beside)
         if not self._seen:
             self._fleet, self._seen = speed, True
         own = self._deviations.setdefault(replica, deque(maxlen=KEPT))
@@ -61,9 +62,10 @@ class FleetSpeed:
         self._apart[replica] = _proven(own)
         self._fleet *= math.exp(FLEET_WEIGHT * math.log(speed / self._fleet))
 
-    def decode_share(self, beside: Decoding) -> float:
-        """The share of time that decoding takes from prefills at a replica that decodes `beside` them."""
-        return self._decoding.of(beside)
+    def decode_share(self, beside: Decoding | None) -> float:
+        """The share of time that decoding takes from prefills at a replica that decodes `beside` them, 0 where nobody
+        knows."""
+        return 0.0 if beside is None else self._decoding.of(beside)
 
     def of(self, replica: str) -> float:
         """The replica's speed now, while nothing decodes."""

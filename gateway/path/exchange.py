@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gateway.duplication.hit_rates import Fed
-from gateway.fleet.decoding import NO_DECODING
+from gateway.fleet.decoding import Decoding
 from gateway.fleet.inflight import Ticket
 from gateway.identity.prompt import PromptIdentity, PromptRequest
 from gateway.path.body import Body
@@ -80,7 +80,7 @@ class Exchange:
         self.expectation: Expectation | None = None
         self.fed: Fed | None = None
         self.queue_free = False
-        self.beside = NO_DECODING
+        self.beside: Decoding | None = None
         self.status = 0
         self.started = False
         self.finished = False

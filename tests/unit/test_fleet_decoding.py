@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from replay_support import LLAMA
 
-from gateway.fleet.decoding import DOUBT, KEEP, MEAN_WEIGHT, MOST_SHARE, NO_DECODING, OUTLIER, DecodeShare, Decoding
+from gateway.fleet.decoding import DOUBT, KEEP, MEAN_WEIGHT, MOST_SHARE, OUTLIER, DecodeShare, Decoding
 from gateway.fleet.speed import FleetSpeed
 
 CHUNK = 512
@@ -109,7 +109,18 @@ def test_nothing_is_believed_without_evidence() -> None:
     for _ in range(50):
         share.observe("a", 1_000, 1.0, Decoding(60, 120_000))
     assert share.of(beside) < 0.05
-    assert share.of(NO_DECODING) == 0.0
+    assert share.of(Decoding(0, 0)) == 0.0
+
+
+def test_what_nobody_knows_of_teaches_nothing() -> None:
+    """A replica whose agent is away decodes as before; taken for none, that would say that decoding is free."""
+    rng, engine, speed = random.Random(5), Engine(), FleetSpeed(2_000.0)
+    for turn, (new, beside) in enumerate(traffic(rng, 1_500)):
+        speed.observe("a", new, engine.prefill_s(new, beside), beside if turn % 2 else None)
+    assert speed.decode_share(None) == 0.0
+    assert [speed.decode_share(state) for state in STATES] == pytest.approx(
+        [engine.share(state) for state in STATES], abs=0.08
+    )
 
 
 def test_prefills_that_are_faster_beside_decoding_are_no_share() -> None:

@@ -77,6 +77,7 @@ def test_whatever_happens_it_is_as_warm_as_its_last_start_says(seed: int) -> Non
             start.reported(replica, held, 1_000)
             if held >= 125:
                 happened.append((-1e9, replica, True))
+        start.check()
         for name in "abc":
             cold = [at for at, of, began in happened if of == name and began]
             expected = min(max((clock.now - cold[-1]) / 10.0, LEAST), 1.0) if cold else 1.0

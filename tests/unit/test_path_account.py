@@ -161,6 +161,7 @@ async def test_what_decoding_takes_is_learned_from_what_agents_say_of_it() -> No
     assert told["decoding"] == {"sequences": 10, "context": 4_000.0, "share": busy.decode_share}
     parts.fleet.replicas["replica-0"].reporting = False
     assert parts.fleet.views(MODEL, IdentityMode.EXACT)[0].decode_share == 0.0, "nobody says what it decodes"
+    assert describe(parts.fleet.replicas["replica-0"], parts.fleet, parts.index)["decoding"] is None
 
 
 async def test_nothing_is_learned_of_an_engine_that_lets_requests_wait() -> None:
