@@ -11,10 +11,10 @@ class Segment:
     """Blocks of one chain that were used together at time `at`, and by nothing since.
 
     `keys` are those of the blocks from depth `depth` on, in blocks; `head` is the first of them. After them come
-    `answer` blocks of whatever the engine wrote, whose keys are not known.
+    `answer` blocks of whatever the engine wrote, whose keys are not known. `given` ones were given up to a peer.
     """
 
-    __slots__ = ("answer", "at", "depth", "head", "keys")
+    __slots__ = ("answer", "at", "depth", "given", "head", "keys")
 
     def __init__(self, keys: Sequence[int], depth: int, at: float) -> None:
         self.keys = keys
@@ -22,6 +22,7 @@ class Segment:
         self.depth = depth
         self.at = at
         self.answer = 0
+        self.given = False
 
     def __len__(self) -> int:
         return len(self.keys) + self.answer
@@ -45,8 +46,9 @@ class EvictionOrder:
     So there are few of them, however many blocks, and the end of the order is looked at without touching the rest. All
     blocks of a path are held if its last one is, so on a path a segment begins where an older one was cut.
 
-    Owns the segments, oldest first, and finds them by the key of their first block; `blocks` is their size in sum. Keys
-    are those of whole engine blocks. Only `use`, `answered`, `shrink` and `clear` change it, and count their `changes`.
+    Owns the segments, oldest first but for what a peer took over, which stands before them, and finds them by the key
+    of their first block; `blocks` is their size in sum. Keys are those of whole engine blocks. Only `use`, `answered`,
+    `give_up`, `shrink` and `clear` change it, and count their `changes`.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class EvictionOrder:
         self.changes = 0
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._heads: dict[int, Segment] = {}
+        self._torn = False
 
     def __iter__(self) -> Iterator[Segment]:
         """Segments, the first to go first; of each the last block goes first."""
@@ -79,7 +82,7 @@ class EvictionOrder:
         if not keys:
             return None
         self.changes += 1
-        for segment, common in list(self.path(keys)):
+        for segment, common in list(self._parts(keys)):
             del self._heads[segment.head]
             self.blocks -= common
             if common == len(segment.keys):
@@ -104,6 +107,30 @@ class EvictionOrder:
             self.blocks += blocks
             segment.answer += blocks
 
+    def give_up(self, keys: Sequence[int], keep: int) -> None:
+        """A peer has read this path and takes over: what one prompt used last of it goes next, but for the first `keep`
+        blocks of the path. What else that prompt had after them cannot be used without them, and goes, too.
+
+        It keeps the time of its last use, which tells how long conversations pause.
+        """
+        path = list(self.path(keys))
+        if not path:
+            return
+        given, _ = path[-1]
+        staying = max(0, keep - given.depth)
+        if given.given or staying >= len(given.keys):
+            return
+        self.changes += 1
+        if staying:
+            head = given
+            given = Segment(head.keys[staying:], keep, head.at)
+            given.answer, head.answer = head.answer, 0
+            head.keys = head.keys[:staying]
+            self._order[given] = None
+            self._heads[given.head] = given
+        given.given = True
+        self._order.move_to_end(given, last=False)
+
     def shrink(self, blocks: int) -> None:
         """Drops the first to go until no more than `blocks` are left."""
         while self.blocks > blocks:
@@ -118,6 +145,7 @@ class EvictionOrder:
             else:
                 self.blocks -= len(segment)
                 del self._order[segment], self._heads[segment.head]
+            self._torn |= segment.given
 
     def clear(self) -> None:
         """Nothing is held any more."""
@@ -125,6 +153,7 @@ class EvictionOrder:
         self.changes += 1
         self._order.clear()
         self._heads.clear()
+        self._torn = False
 
     def check(self) -> None:
         """Asserts that sizes and heads are those of the segments, that no block is in two, and that ages descend."""
@@ -134,5 +163,14 @@ class EvictionOrder:
         assert all(segment.answer >= 0 for segment in self._order)
         keys = [key for segment in self._order for key in segment.keys]
         assert len(set(keys)) == len(keys)
-        ages = [segment.at for segment in self._order]
-        assert ages == sorted(ages)
+        places = [(not segment.given, segment.at if not segment.given else 0.0) for segment in self._order]
+        assert places == sorted(places)
+
+    def _parts(self, keys: Sequence[int]) -> Iterator[tuple[Segment, int]]:
+        """As `path`, and those behind a gap: what was given up and is gone may have had others after it."""
+        if not self._torn:
+            yield from self.path(keys)
+            return
+        for head in self._heads.keys() & keys:
+            segment = self._heads[head]
+            yield segment, segment.common(keys)

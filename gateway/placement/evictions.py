@@ -53,7 +53,7 @@ class _End:
         sizes = self._sizes
         while sizes[-1] < blocks and (segment := next(self._order, None)) is not None:
             size = len(segment)
-            chance = self.reuse.chance(self.at - segment.at)
+            chance = _chance(self.reuse, segment, self.at)
             self._segments.append(segment)
             self._chances.append(chance)
             sizes.append(sizes[-1] + size)
@@ -79,9 +79,9 @@ class Evictions:
     Of what it holds beyond, that which was there before goes first; the rest is taken to be of the same ages as what
     was placed, so that the order is a sample of the cache.
 
-    Owns an order for each replica and the curve of all, and listens to the index. Only `used`, `answered` and `forget`
-    change what is believed; the other questions drop what reports say has gone. Memory: 8 bytes for each block that a
-    replica has room for, and about 10 MB of the curve's.
+    Owns an order for each replica and the curve of all, and listens to the index. Only `used`, `answered`, `fetched`
+    and `forget` change what is believed; the other questions drop what reports say has gone. Memory: 8 bytes for each
+    block that a replica has room for, and about 10 MB of the curve's.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,10 +122,10 @@ class Evictions:
         if end is None or end.changes != order.changes or end.growth != growth or now - end.at > END_S:
             end = cache.end = _End(order, self.reuse, growth, now)
         price, last = end.price(missing)
-        if all(segment.at > last for segment, _ in order.path(blocks)):
+        if all(segment.at > last and not segment.given for segment, _ in order.path(blocks)):
             return price
         # Some of the prompt's own blocks stand there.
-        price, left, chance = 0.0, missing, self.reuse.chance
+        price, left = 0.0, missing
         for segment in order:
             size = len(segment)
             bottom = segment.depth + size
@@ -133,7 +133,7 @@ class Evictions:
                 common = segment.common(blocks)
                 size = size - common if common < len(segment.keys) else 0
             count = min(size, left)
-            price += count * chance(now - segment.at) * (1 + growth * (bottom - count / 2))
+            price += count * _chance(self.reuse, segment, now) * (1 + growth * (bottom - count / 2))
             left -= count
             if left <= 0:
                 break
@@ -178,6 +178,11 @@ class Evictions:
         if (cache := self._caches.get(replica)) is not None:
             cache.order.answered(segment, blocks)
 
+    def fetched(self, view: ReplicaView, blocks: Sequence[int], keep: int) -> None:
+        """A peer reads these blocks from `view`, which then gives them up, but for the first `keep`."""
+        if view.yields and (cache := self._caches.get(view.id)) is not None:
+            cache.order.give_up(blocks, keep)
+
     def forget(self, replica: str) -> None:
         """Its cache is empty, or it left."""
         self._caches.pop(replica, None)
@@ -201,3 +206,8 @@ class Evictions:
         for cache in self._caches.values():
             cache.order.check()
             assert cache.before >= 0
+
+
+def _chance(reuse: ReuseCurve, segment: Segment, now: float) -> float:
+    """That a segment is used again where it is: who would, has gone to the peer that took it over."""
+    return 0.0 if segment.given else reuse.chance(now - segment.at)

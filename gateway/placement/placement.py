@@ -51,8 +51,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     `decode_share` the share of time that decoding takes from prefills. `block_units` is the engine block in RouteKey
     units of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
-    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. What it
-    reports to hold is multiplied by `trust`. In the bounds its weight is multiplied by `warmth`.
+    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. One
+    that `yields` evicts first what a peer has read from it, but for what is hot: the peer goes on with the conversation.
+    What it reports to hold is multiplied by `trust`. In the bounds its weight is multiplied by `warmth`.
     """
 
     id: str
@@ -70,6 +71,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     held_blocks: int = 0
     block_bytes: int = 0
     fetch: FetchState | None = None
+    yields: bool = False
     trust: float = 1.0
 
     @property
@@ -139,7 +141,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The decision. `ring` lists all replicas in this key's ring order, home first; `home` is the replica that would
     have been chosen without the bounds. `predicted_cached_tokens` includes `predicted_pool_tokens`, which come out of
     the pool of the replica's own agent, and what `fetch` brings, where that is counted on; `reported_tokens` are those
-    of the replica's own reports for its HBM, before they are multiplied by `trust`."""
+    of the replica's own reports for its HBM, before they are multiplied by `trust`. The prompt begins with a prefix of
+    `hot_units` that is too popular for one home."""
 
     replica: str
     reason: Reason
@@ -151,4 +154,5 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     trust: float = 1.0
     predicted_ttft_s: float
     fetch: FetchPlan | None = None
+    hot_units: int = 0
     candidates: list[Candidate]

@@ -151,6 +151,7 @@ class Placer:
             trust=chosen.view.trust,
             predicted_ttft_s=max(chosen.terms.queue_s, chosen.terms.fetch_s) + chosen.terms.prefill_s,
             fetch=chosen.fetch,
+            hot_units=split.hot,
             candidates=[option.candidate(i) for i, option in enumerate(walk)],
         )
 
@@ -175,6 +176,9 @@ class Placer:
             return self.pending.claim(placement.replica, ())
         held = self.index.match(keys, {view.id: view.block_units}, use=True).get(view.id, 0)
         segment = self.evictions.used(view, _blocks(view, keys))
+        if (plan := placement.fetch) is not None and plan.counted and (source := self._known.get(plan.source)):
+            blocks = _blocks(source, keys)[: plan.blocks]
+            self.evictions.fetched(source, blocks, placement.hot_units // source.block_units)
         claim = self.pending.claim(placement.replica, keys, held, view.block_units)
         claim.segment = segment
         return claim

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -52,18 +53,11 @@ class Caches:
         self.copies += len(added) - len(evicted)
         return Stored(added, evicted)
 
-    def give_up(self, replica: int, chain: Sequence[int], shared: Sequence[bool]) -> None:
-        """A peer has read this chain: the part of it that `replica` last used for one prompt is evicted next.
-
-        That part ends at a block which is `shared` by several prompts.
-        """
+    def give_up(self, replica: int, blocks: Sequence[int]) -> None:
+        """A peer has read these blocks of a prompt: those that `replica` last used for one prompt are evicted next."""
         lru = self._lru[replica]
-        used = lru.get(chain[-1])
-        alone = []
-        for block, common in zip(reversed(chain), reversed(shared), strict=True):
-            if common or lru.get(block) != used:
-                break
-            alone.append(block)
+        used = lru.get(blocks[-1]) if blocks else None
+        alone = list(takewhile(lambda block: lru.get(block) == used, reversed(blocks)))
         for block in reversed(alone):  # the tail comes to stand first
             lru[block] = -math.inf
             lru.move_to_end(block, last=False)

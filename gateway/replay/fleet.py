@@ -12,15 +12,14 @@ from gateway.replay.physics import TPOT_S
 from gateway.replay.scenario import Scenario
 from gateway.replay.workload import Workload
 
-BRANCHES = 4
-"""A block that so many different ones have followed is a prefix in common use: a fetch leaves it where it is."""
-
 
 class Fetch(NamedTuple):
-    """KV to read from a peer: the first `blocks` of the prompt, from replica `source`, which gives up its copy."""
+    """KV to read from a peer: the first `blocks` of the prompt, from replica `source`, which gives up its copy, but for
+    the first `keep`."""
 
     source: int
     blocks: int
+    keep: int = 0
 
 
 NO_FETCH = Fetch(-1, 0)
@@ -93,8 +92,6 @@ class Fleet:
         self.bias = [rng.lognormvariate(0.0, scenario.estimate_error) for _ in range(replicas)]
         self.noise = [rng.lognormvariate(0.0, scenario.estimate_error) for _ in workload.times]
         self.matched: list[int] = []
-        self._followers = [0] * len(workload.parents)
-        self._met = bytearray(len(workload.parents))
 
     def look(self, now: float, request: int) -> None:
         """`request` arrives now."""
@@ -130,8 +127,6 @@ class Fleet:
         factor = self.bias[replica] * self.noise[request]
         self.jobs[replica].append(Job(now, turn, first_token, factor, belief))
         stored = self.caches.store(0 if self._pooled else replica, chain, now)
-        if self.scenario.link is not None:
-            self._count_followers(stored.added)
         return Outcome(now, cached, fetched, prefill_s, share, task, stored)
 
     def _fetch(self, chain: tuple[int, ...], tokens: int, cached: int, choice: Choice) -> tuple[int, float]:
@@ -147,13 +142,5 @@ class Fleet:
         if extra <= 0 or fetch_s >= physics.prefill_s(extra, cached):
             return 0, self.now
         if choice.fetch is not None:
-            shared = [self._followers[number] >= BRANCHES for number in chain[:reach]]
-            self.caches.give_up(choice.fetch.source, chain[:reach], shared)
+            self.caches.give_up(choice.fetch.source, chain[choice.fetch.keep : reach])
         return extra, self.now + fetch_s
-
-    def _count_followers(self, added: list[int]) -> None:
-        for number in added:
-            if not self._met[number]:
-                self._met[number] = 1
-                if (parent := self.workload.parents[number]) >= 0:
-                    self._followers[parent] += 1

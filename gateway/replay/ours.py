@@ -84,7 +84,8 @@ class Ours(Policy):
         self._placed = placement, identity
         fetch = NO_FETCH
         if placement.fetch is not None and placement.fetch.counted:
-            fetch = Fetch(self._ids.index(placement.fetch.source), placement.fetch.blocks)
+            source = self._ids.index(placement.fetch.source)
+            fetch = Fetch(source, placement.fetch.blocks, placement.hot_units)
         return Choice(self._ids.index(placement.replica), placement.reason is Reason.SPILL, fetch)
 
     def placed(self, known: Knowledge, choice: Choice, outcome: Outcome) -> None:
@@ -132,6 +133,7 @@ class Ours(Policy):
             held_blocks=self._index.held_blocks(name, Tier.HBM),
             block_bytes=self._block_bytes,
             fetch=self._pool,
+            yields=True,
         )
 
     def _alike(self, known: Knowledge) -> list[float]:

@@ -28,27 +28,52 @@ class NaiveOrder:
 
     def __init__(self) -> None:
         self.lru: OrderedDict[int, float] = OrderedDict()
+        self.depths: dict[int, int] = {}
+        self.given: set[int] = set()
+
+    def held(self, keys: array[int]) -> int:
+        return next((depth for depth, key in enumerate(keys) if key not in self.lru), len(keys))
 
     def use(self, keys: array[int], at: float) -> None:
+        self.depths.update((key, depth) for depth, key in enumerate(keys))
         for key in reversed(keys):
             self.lru[key] = at
             self.lru.move_to_end(key)
+        self.given -= set(keys)
+
+    def give_up(self, keys: array[int], keep: int) -> None:
+        held = self.held(keys)
+        if not held or keys[held - 1] in self.given:
+            return
+        last = self.lru[keys[held - 1]]
+        own = [key for key, at in self.lru.items() if at == last and key not in self.given]
+        for key in reversed(own):
+            if self.depths[key] >= keep:
+                self.lru.move_to_end(key, last=False)
+                self.given.add(key)
 
     def shrink(self, blocks: int) -> None:
         while len(self.lru) > blocks:
-            self.lru.popitem(last=False)
+            self.given.discard(self.lru.popitem(last=False)[0])
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_order_is_that_of_an_lru_tails_first(seed):
+def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_all(seed):
     rng = random.Random(seed)
     order, naive = EvictionOrder(), NaiveOrder()
-    for step in range(600):
+    given = 0
+    for step in range(900):
         # Few numbers, so that paths branch everywhere and come again.
         path = _keys(*(rng.randrange(3) for _ in range(rng.randrange(12))))
-        assert order.held(path) == sum(key in naive.lru for key in path)
-        order.use(path, float(step))
-        naive.use(path, float(step))
+        assert order.held(path) == naive.held(path)
+        if rng.random() < 0.3:
+            keep = rng.choice((0, 0, 2))
+            order.give_up(path, keep)
+            naive.give_up(path, keep)
+            given += bool(naive.given)
+        else:
+            order.use(path, float(step))
+            naive.use(path, float(step))
         if rng.random() < 0.3:
             size = rng.randrange(80)
             order.shrink(size)
@@ -56,6 +81,8 @@ def test_the_order_is_that_of_an_lru_tails_first(seed):
         order.check()
         flat = [(key, segment.at) for segment in order for key in reversed(segment.keys)]
         assert flat == list(naive.lru.items())
+        assert {key for segment in order if segment.given for key in segment.keys} == naive.given
+    assert given > 100
 
 
 def test_an_answer_goes_before_its_prompt_and_is_taken_up_by_the_next_turn():
@@ -119,6 +146,26 @@ def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_kn
     deep = evictions.price(full, _keys(9), 6, 0)
     # Two of the six placed since: every third of them is ours, so two thirds of a block, three times.
     assert deep == pytest.approx((4 + 2 * (1 + 0.1 * 16 * (2 - 1 / 3))) * 16 * PRIOR_CHANCE)
+
+
+def test_what_a_peer_read_goes_first_and_costs_nothing_if_the_replica_yields():
+    clock = Clock()
+    evictions = Evictions(clock)
+    old, new = _keys(*range(5)), _keys(*range(10, 15))
+    evictions.used(_view(), old)
+    clock.now = 9.0
+    evictions.used(_view(), new)
+    full = _view(held_blocks=10)
+    each = 16 * PRIOR_CHANCE
+    evictions.fetched(full, new, 0)
+    assert evictions.price(full, _keys(99), 4, 0) == 4 * each, "its engine knows nothing of it"
+    evictions.fetched(_view(yields=True), new, 2)
+    assert evictions.price(full, _keys(99), 3, 0) == 0
+    assert evictions.price(full, _keys(99), 4, 0) == each, "two blocks stay: the next is of the older prompt"
+    assert evictions.price(full, new, 4, 0) == 4 * each, "they are not dropped for what comes after them"
+    evictions.used(_view(), new)
+    assert evictions.price(full, _keys(99), 3, 0) == 3 * each, "used again"
+    evictions.check()
 
 
 def test_a_prompt_that_others_will_push_out_is_not_counted_on():

@@ -234,6 +234,25 @@ def test_fetched_blocks_evict_what_computed_ones_would():
     assert of(placement, third).eviction_s == 0
 
 
+@pytest.mark.parametrize("yields", [False, True])
+def test_where_a_conversation_was_fetched_from_there_is_room_if_the_engine_gives_it_up(yields):
+    fleet = Fleet()
+    home, following = fleet.home()[:2]
+    for name in NAMES:
+        fleet.say(name, capacity_blocks=100, held_blocks=100 if name == home else 0, yields=yields)
+    fleet.placer.placed(fleet.place(), PROMPT)
+    other = PromptIdentity(mode=IdentityMode.EXACT, keys=token_keys(Namespace("m").root(0), range(5, 805)), tokens=800)
+    before = of(fleet.place(other), home).eviction_s
+    fleet.say(home, running=40)
+    placement = fleet.place()
+    assert (placement.replica, placement.fetch and placement.fetch.source) == (following, home)
+    fleet.placer.placed(placement, PROMPT)
+    after = of(fleet.place(other), home).eviction_s
+    assert before > 0
+    assert after == pytest.approx(0 if yields else before, rel=0.1)
+    fleet.placer.check()
+
+
 def test_text_and_hash_prompts_fetch_nothing():
     fleet = Fleet()
     fleet.hold(NAMES[0])

@@ -62,7 +62,7 @@ def test_nothing_is_read_where_that_is_forbidden_or_slower() -> None:
         assert fleet.place(1, Choice(2, fetch=fetch), ME).fetched == 0
 
 
-def test_what_a_placement_has_fetched_moves_but_for_what_others_share() -> None:
+def test_what_a_placement_has_fetched_moves_but_for_what_is_to_stay() -> None:
     chats = [[0, 1, 10 * chat, 10 * chat + 1, 10 * chat + 2] for chat in range(1, 6)]
     workload = build(prompts(*chats, chats[4], list(range(100, 103))))
     fleet = Fleet(workload, scenario(link=LinkEstimate(0.0, 1e15), cache_tokens=512 * 17))
@@ -70,7 +70,7 @@ def test_what_a_placement_has_fetched_moves_but_for_what_others_share() -> None:
         fleet.look(float(request), request)
         fleet.place(request, Choice(0), ME)
     fleet.look(9.0, 5)
-    moved = fleet.place(5, Choice(1, fetch=Fetch(0, 4)), ME)
+    moved = fleet.place(5, Choice(1, fetch=Fetch(0, 4, keep=2)), ME)
     assert (moved.fetched, moved.task.new) == (4 * 512, 512)
     fleet.look(10.0, 6)
     gone = fleet.place(6, Choice(0), ME).stored.evicted

@@ -16,36 +16,56 @@ from gateway.replay.result import percentile
 
 
 class NaiveCache:
-    """Blocks of one replica, the next to go first, found by looking."""
+    """Blocks of one replica, the next to go first, each with the prompt that used it last; found by looking."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.order: list[int] = []
+        self.users: dict[int, int] = {}
+        self.prompts = 0
 
     def store(self, chain: list[int]) -> None:
+        self.prompts += 1
         for block in reversed(chain[: self.capacity]):
             if block in self.order:
                 self.order.remove(block)
             self.order.append(block)
+            self.users[block] = self.prompts
         del self.order[: max(0, len(self.order) - self.capacity)]
+
+    def give_up(self, blocks: list[int]) -> None:
+        alone = []
+        while blocks and self.users[blocks[-1]] == self.users[[*alone, blocks[-1]][0]]:
+            alone.append(blocks.pop())
+        for block in alone:
+            self.users[block] = 0
+        self.order = alone + [block for block in self.order if block not in alone]
 
     def match(self, chain: list[int]) -> int:
         return next((i for i, block in enumerate(chain) if block not in self.order), len(chain))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_caches_are_lru_with_tails_first(seed: int) -> None:
+def test_caches_are_lru_with_tails_first_and_what_was_given_up_before_all(seed: int) -> None:
     rng = random.Random(seed)
     caches, naive = Caches(3, 12, 200), [NaiveCache(12) for _ in range(3)]
     trie = {(): -1}
     prompts: list[list[int]] = []
-    for now in range(300):
+    given = 0
+    for now in range(400):
         names = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 7)))
         chain = [trie.setdefault(names[: n + 1], len(trie)) for n in range(len(names))]
         prompts.append(chain)
         for at, twin in enumerate(naive):
             assert match(caches.held, chain, 3)[at] == twin.match(chain)
         replica = rng.randrange(3)
+        if reach := naive[replica].match(chain) * (rng.random() < 0.4):
+            keep = rng.randrange(2)
+            order = list(naive[replica].order)
+            caches.give_up(replica, chain[keep:reach])
+            naive[replica].give_up(chain[keep:reach])
+            given += order != naive[replica].order
+            chain = prompts[rng.randrange(len(prompts))]
         before = set(naive[replica].order)
         stored = caches.store(replica, chain, float(now))
         naive[replica].store(chain)
@@ -53,6 +73,7 @@ def test_caches_are_lru_with_tails_first(seed: int) -> None:
         assert set(stored.added) - set(stored.evicted) == after - before
         assert set(stored.evicted) - set(stored.added) == before - after
         caches.check()
+    assert given > 20
     assert caches.copies == sum(len(twin.order) for twin in naive)
 
 
@@ -66,13 +87,14 @@ def test_what_a_peer_has_read_goes_first_but_what_others_use() -> None:
     caches = Caches(2, 6, 20)
     caches.store(0, [0, 1, 2, 3], 1.0)
     caches.store(0, [10, 11], 2.0)
-    caches.give_up(0, [0, 1, 2, 3], [True, False, False, False])
+    caches.give_up(0, [1, 2, 3])
     assert caches.store(0, [12], 3.0).evicted == [3]
     assert caches.store(0, [13, 14], 4.0).evicted == [2, 1]
     assert caches.store(0, [15], 5.0).evicted == [0], "from here on by age"
     caches.store(1, [0, 1, 2, 3], 1.0)
     caches.store(1, [0, 1], 2.0)
-    caches.give_up(1, [0, 1, 2, 3], [False] * 4)
+    caches.give_up(1, [])
+    caches.give_up(1, [0, 1, 2, 3])
     caches.store(1, [10, 11, 12, 13], 3.0)
     assert match(caches.held, [0, 1, 2, 3], 2)[1] == 2, "the shorter prompt has used its part since"
 
