@@ -44,7 +44,8 @@ class EvictionOrder:
 
     A prompt is one `Segment`, the youngest, when it is placed; what it has in common with older ones is cut off those.
     So there are few of them, however many blocks, and the end of the order is looked at without touching the rest. All
-    blocks of a path are held if its last one is, so on a path a segment begins where an older one was cut.
+    blocks of a path are held if its last one is, so on a path a segment begins where an older one was cut; but once
+    something that a peer took over is gone, what others had after it may be left.
 
     Owns the segments, oldest first but for what a peer took over, which stands before them, and finds them by the key
     of their first block; `blocks` is their size in sum. Keys are those of whole engine blocks. Only `use`, `answered`,
