@@ -253,7 +253,13 @@ async def agent(
         made[0].records.append(record)
 
     kv = replica.kv = KvService(
-        settings, listener=replica.pool_news, tell=tell, transports=transports, hold_s=hold_s, lease_s=lease_s, clock=clock
+        settings,
+        listener=replica.pool_news,
+        tell=tell,
+        transports=transports,
+        hold_s=hold_s,
+        lease_s=lease_s,
+        clock=clock,
     )
     gate = Gate(create_app(replica))
     async with serving(gate, port) as url:

@@ -51,8 +51,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     `decode_share` the share of time that decoding takes from prefills. `block_units` is the engine block in RouteKey
     units of `unit_tokens` (other units than the wire's are for a replay, whose traces know larger ones only);
     `capacity_blocks` the engine's pool (0 unknown); `held_blocks` of them hold cached content. `block_bytes` (0
-    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. One
-    that `yields` evicts first what a peer has read from it, but for what is hot: the peer goes on with the conversation.
+    unknown) and `fetch` say what moving blocks costs; `fetch` is None without a pool, or without reports. One that
+    `yields` evicts first what a peer has read from it, but for what is hot: the peer goes on with the conversation.
     What it reports to hold is multiplied by `trust`. In the bounds its weight is multiplied by `warmth`.
     """
 
