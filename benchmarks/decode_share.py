@@ -11,25 +11,40 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 from replay import LATE, scenario, workload
 from stamp import stamp
 
-from gateway.fleet.decoding import Decoding
-from gateway.fleet.speed import FleetSpeed
 from gateway.replay.formats import read
-from gateway.replay.physics import KNOWN
+from gateway.replay.knowledge import Knowledge
+from gateway.replay.ours import Ours, Prefill
+from gateway.replay.policies import PLAIN
 from gateway.replay.replay import replay
 
-LLAMA = KNOWN["llama-3.1-8b"]
-SHARES: dict[str, Callable[[FleetSpeed, Decoding], float]] = {
-    "not counted": lambda speed, beside: 0.0,
-    "learned": FleetSpeed.decode_share,
-    "known": lambda speed, beside: LLAMA.decode_share(int(beside.sequences), int(beside.context)),
-}
+
+class Learning(Ours):
+    """Learns it, as `serve` does."""
+
+    def decode_share(self, known: Knowledge, replica: int) -> float:
+        return self.speed.decode_share(known.decoding(replica))
+
+    def prefilled(self, seen: Prefill) -> None:
+        self.speed.observe(seen.replica, seen.effort, seen.took_s, seen.beside)
+
+
+class Blind(Ours):
+    """Takes all that it sees for the replica's speed."""
+
+    def decode_share(self, known: Knowledge, replica: int) -> float:
+        return 0.0
+
+    def prefilled(self, seen: Prefill) -> None:
+        self.speed.observe(seen.replica, seen.effort, seen.took_s)
+
+
+SHARES = {"not counted": Blind, "learned": Learning, "known": Ours}
 TRACES = {"conversation": ("mooncake_conversation_h1", range(3)), "agentic": ("agentic_coding_a", range(5))}
 
 
@@ -43,7 +58,7 @@ def main() -> None:
         rows = read([options.directory / f"{trace}.jsonl.gz"])
         found: dict[str, list[float]] = {}
         for share, of in SHARES.items():
-            FleetSpeed.decode_share = of  # type: ignore[assignment, method-assign]
+            PLAIN["ours"] = of
             found[share] = [
                 replay(workload(rows, agents, seed, not agents), scenario(agents, seed, **LATE), "ours").ttft_mean
                 for seed in seeds

@@ -73,8 +73,8 @@ class FleetSpeed:
 
 
 def _proven(values: Collection[float]) -> float:
-    """The mean, brought nearer to 0 by what chance may have added to it."""
+    """The mean, 0 where chance may have made all of it, and nearer to 0 the more of it that may be."""
     count, mean = len(values), fmean(values)
     squares = sum((value - mean) ** 2 for value in values) + DOUBT * SPREAD**2
     error = math.sqrt(squares / (count - 1 + DOUBT) / count)
-    return math.copysign(max(0.0, abs(mean) - SURE * error), mean)
+    return mean * max(0.0, 1 - (SURE * error / mean) ** 2) if mean else 0.0

@@ -25,12 +25,14 @@ from kvstore.messages import ROOT_PARENT, FetchState, Tier
 
 
 class Prefill(NamedTuple):
-    """What the gateway saw of one: `expected_s` where nothing decodes, and the seconds that it took."""
+    """What the gateway saw of one: `effort` in tokens at a prompt's beginning, and the seconds that it took, of which
+    decoding what was `beside` it took `decode_share`."""
 
     replica: str
-    expected_s: float
+    effort: float
     took_s: float
     beside: Decoding
+    decode_share: float
 
 
 class Ours(Policy):
@@ -64,7 +66,7 @@ class Ours(Policy):
         self._tiers = (Tier.HBM,) if self._pool is None else (Tier.HBM, Tier.DRAM)
         self._nominal = 1 / scenario.physics.prefill_s(1, 0)
         self._attention = scenario.physics.attention
-        self._speed = FleetSpeed(self._nominal)
+        self.speed = FleetSpeed(self._nominal)
         self._level: list[float] = []
         self._coming: list[tuple[float, int, Claim | Prefill]] = []
         self._count = count()
@@ -96,7 +98,13 @@ class Ours(Policy):
         self._later(outcome.task.end, claim)
         if not outcome.fetched:
             expected_s = known.prefill_s(choice.replica, outcome.cached) * self._alike(known)[choice.replica]
-            seen = Prefill(self._ids[choice.replica], expected_s, outcome.prefill_s, known.decoding(choice.replica))
+            seen = Prefill(
+                self._ids[choice.replica],
+                expected_s * self._nominal,
+                outcome.prefill_s,
+                known.decoding(choice.replica),
+                outcome.decode_share,
+            )
             self._later(outcome.task.prefill_end, seen)
 
     def reported(self, replica: int, stored: Stored) -> None:
@@ -109,6 +117,20 @@ class Ours(Policy):
             self._index.remove(name, tier, gone)
             self._index.store(name, tier, new, before)
 
+    def decode_share(self, known: Knowledge, replica: int) -> float:
+        """The share of a replica's time that decoding takes from prefills: as reported, which every policy is told.
+
+        `serve` learns it (`gateway.fleet.decoding`), for engines that compute a piece of a prompt in each decode step.
+        A simulated replica decodes at a fixed pace instead, which slows prefills by another curve. What learning it
+        costs here: `benchmarks/decode_share.py`.
+        """
+        return known.decode_share(replica)
+
+    def prefilled(self, seen: Prefill) -> None:
+        """The first token of a request has come back."""
+        # The speed of a replica in estimated work: what it takes for a second of it tells how far off it is.
+        self.speed.observe(seen.replica, seen.effort, seen.took_s * (1 - seen.decode_share))
+
     def check(self) -> None:
         """Asserts the conservation laws of what it owns."""
         self._placer.check()
@@ -117,9 +139,9 @@ class Ours(Policy):
     def _view(self, known: Knowledge, replica: int) -> ReplicaView:
         """What the gateway tells its placer of a replica: queue and speed in seconds as it estimates them."""
         name = self._ids[replica]
-        fitted = self._alike(known)[replica] * self._nominal / self._speed.of(name)
+        fitted = self._alike(known)[replica] * self._nominal / self.speed.of(name)
         tokens_per_s = self._nominal / (known.factor(replica) * fitted)
-        decode_share = self._speed.decode_share(known.decoding(replica))
+        decode_share = self.decode_share(known, replica)
         return ReplicaView(
             id=name,
             claims=Claims.REPORTS,
@@ -155,9 +177,7 @@ class Ours(Policy):
             if isinstance(what, Claim):
                 self._placer.answered(what)
             else:
-                # The speed of a replica in estimated work: what it takes for a second of it tells how far off it is.
-                name, expected_s, took_s, beside = what
-                self._speed.observe(name, expected_s * self._nominal, took_s, beside)
+                self.prefilled(what)
         self._now = now
 
 

@@ -12,7 +12,7 @@ from gateway.replay.policy import Policy
 
 Maker = Callable[[Fleet], Policy]
 
-_PLAIN: dict[str, type[Policy]] = {
+PLAIN: dict[str, type[Policy]] = {
     "ours": Ours,
     "round-robin": published.RoundRobin,
     "random": published.Random,
@@ -24,6 +24,8 @@ _PLAIN: dict[str, type[Policy]] = {
     "lmetric": published.LMetric,
     "one-big-cache": published.OneBigCache,
 }
+"""An experiment may put one of its own here."""
+
 _NUMBERED: dict[str, Callable[[Fleet, int], Policy]] = {"chwbl": published.BoundedHash, "ttft": published.Ttft}
 
 NAMES = (
@@ -45,8 +47,8 @@ NAMES = (
 
 def policy(name: str) -> Maker:
     """What makes the policy of this name. Raises SettingsError that names the flag."""
-    if name in _PLAIN:
-        return _PLAIN[name]
+    if name in PLAIN:
+        return PLAIN[name]
     kind, _, number = name.partition("@")
     if kind in _NUMBERED and number.isdecimal() and 0 < int(number) <= 1_000_000:
         numbered = _NUMBERED[kind]
