@@ -187,7 +187,8 @@ class Replica:
             self.kv.check()
             pool = self.kv.keeper.pool
             held = 0 if pool is None else pool.counts.held
-            assert self.catalogue.pooled == held, f"{self.catalogue.pooled} blocks in the catalogue, {held} in the pool"
+            known = self.catalogue.pooled + self.pool_news.balance
+            assert known == held, f"{known} blocks in the catalogue or on their way to it, {held} in the pool"
 
     # What the subscriber tells.
 

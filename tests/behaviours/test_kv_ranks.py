@@ -95,6 +95,7 @@ async def test_partial_ranks_are_invisible(tmp_path: Path) -> None:
             whole = count == len(ranks)
             assert await rank.save(keys, blocks) == (2 if whole else 0)
             assert await rank.engine.ask(rank.engine.client.lookup, "r", keys) == (2 if whole else 0)
+            await until(lambda: not len(source.replica.pool_news), "told")
             assert source.replica.catalogue.pooled == (2 if whole else 0)
             assert len(await load(reader, f"r{count}", keys, source)) == (2 if whole else 0)
         # One rank never writes, another dies over it: this block was never there.
@@ -106,6 +107,7 @@ async def test_partial_ranks_are_invisible(tmp_path: Path) -> None:
         await until(lambda: source.pool.counts.reserved == 0, "given up")
         assert await load(reader, "late", late, source) == []
         assert await ranks[2].engine.ask(ranks[2].engine.client.lookup, "r", late) == 0
+        await until(lambda: not len(source.replica.pool_news), "told")
         assert source.replica.catalogue.pooled == 2
         assert [record.outcome for record in reader.records] == [
             *[FetchOutcome.MISSED] * 3,
