@@ -100,17 +100,22 @@ class Replica:
         decode_share: float = 0.0,
         warmth: float = 1.0,
     ) -> ReplicaView:
-        """What the placer is told about this replica now; `others` is the load there that is not this gateway's."""
+        """What the placer is told about this replica now; `others` is the load there that is not this gateway's.
+
+        Nothing decodes where nothing is known to run, whatever the last heartbeat said: an idle replica that has just
+        answered is as good as the others, and the ring decides.
+        """
+        running = self.load.sequences + others.sequences
         return ReplicaView(
             id=self.id,
             claims=claims,
             weight=0.0 if self.draining else self.weight,
             warmth=warmth,
             queued_prefill_tokens=self.load.prefill_tokens + others.prefill_tokens,
-            running=self.load.sequences + others.sequences,
+            running=running,
             prefill_tokens_per_s=prefill_tokens_per_s,
             attention=self.attention,
-            decode_share=decode_share,
+            decode_share=decode_share if running else 0.0,
             block_units=max(1, self.block_size // UNIT_TOKENS),
             capacity_blocks=self.capacity_blocks,
             held_blocks=held_blocks,

@@ -6,6 +6,7 @@ from array import array
 
 from gateway.duplication.hit_rates import HitRates
 from gateway.errors import NoReplica, RequestError, no_replica
+from gateway.fleet.decoding import Decoding
 from gateway.fleet.fleet import Fleet
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.path.body import Body
@@ -46,9 +47,9 @@ class Place:
             exchange.fed = self._hit_rates.placed(exchange.model, identity, units if exact else 1, capacity)
         exchange.placement = placement
         exchange.tried.append(placement.replica)
-        queued = next(view.queued_prefill_tokens for view in views if view.id == placement.replica)
-        exchange.queue_free = not queued and not replica.waiting
-        exchange.beside = replica.decoding
+        view = next(view for view in views if view.id == placement.replica)
+        exchange.queue_free = not view.queued_prefill_tokens and not replica.waiting
+        exchange.beside = Decoding(0, 0) if replica.decoding and not view.running else replica.decoding
         cached = placement.predicted_cached_tokens
         work = effort(max(0, identity.tokens - cached), cached, replica.attention)
         exchange.ticket = replica.load.admit(round(work))

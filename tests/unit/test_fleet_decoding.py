@@ -9,7 +9,11 @@ import pytest
 from replay_support import LLAMA
 
 from gateway.fleet.decoding import DOUBT, KEEP, MEAN_WEIGHT, MOST_SHARE, OUTLIER, DecodeShare, Decoding
+from gateway.fleet.others import Load
+from gateway.fleet.replica import Replica
 from gateway.fleet.speed import FleetSpeed
+from gateway.placement.placement import Claims
+from gateway.settings import ReplicaSettings
 
 CHUNK = 512
 
@@ -189,3 +193,14 @@ def test_sums_are_as_good_as_everything_ever_seen(seed: int) -> None:
         naive.seen.append((replica, seconds / new, beside))
         if turn % 37 == 0:
             assert share._slopes == pytest.approx(naive.slopes(), rel=1e-6, abs=1e-12)
+
+
+def test_nothing_decodes_where_nothing_is_known_to_run() -> None:
+    """An old heartbeat must not send the next cold prompt away from an idle home."""
+    replica = Replica(ReplicaSettings(id="r", engine="http://127.0.0.1:1"))
+    assert replica.view(Claims.REPORTS, 0, 1000.0, decode_share=0.5).decode_share == 0
+    ticket = replica.load.admit(10)
+    assert replica.view(Claims.REPORTS, 0, 1000.0, decode_share=0.5).decode_share == 0.5
+    ticket.finish()
+    assert replica.view(Claims.REPORTS, 0, 1000.0, decode_share=0.5).decode_share == 0
+    assert replica.view(Claims.REPORTS, 0, 1000.0, Load(1, 0), decode_share=0.5).decode_share == 0.5
