@@ -54,7 +54,7 @@ class Watched(Ours):
 def test_its_laws_hold_and_a_replay_repeats(setting: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     workload = chat_workload(4)
     plain = replay(workload, setting, "ours")
-    monkeypatch.setattr("gateway.replay.policies._PLAIN", {"ours": Watched})
+    monkeypatch.setattr("gateway.replay.policies.PLAIN", {"ours": Watched})
     assert replay(workload, setting, "ours") == plain
 
 
