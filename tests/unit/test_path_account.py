@@ -144,12 +144,17 @@ async def test_what_decoding_takes_is_learned_from_what_agents_say_of_it() -> No
         replica.hello = msgspec.structs.replace(HELLO, replica_id=name)
     for _ in range(400):
         running = {name: rng.randrange(20) for name in parts.fleet.replicas}
+        tickets = []
         for name, count in running.items():
             parts.tell(name, running=count, kv_usage=count * 400 / 16_000)
+            tickets += [parts.fleet.replicas[name].load.admit(0) for _ in range(count)]
         made = answered(parts, cached=0)
         assert made.placement is not None
         made.first_byte_s = 640 / 5_000 * (1 + running[made.placement.replica] / 10)
         parts.account.close(made)
+        for ticket in tickets:
+            ticket.finish()
+    parts.fleet.replicas["replica-0"].load.admit(0)
     parts.tell("replica-0", running=10, kv_usage=4_000 / 16_000)
     parts.tell("replica-1", running=0, kv_usage=0.0)
     busy, idle = parts.fleet.views(MODEL, IdentityMode.EXACT)
