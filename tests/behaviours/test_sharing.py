@@ -88,7 +88,7 @@ async def test_a_gateway_that_is_gone_counts_no_more() -> None:
             await eventually(lambda: shared.others(0) == [0, 1])
         # It has been stopped with the request in flight, as by kill -9: nobody says that it is over.
         await eventually(lambda: shared.others(0) == [0, 0])
-        assert all(agent.gateways.forgotten == 1 for agent in shared.agents)
+        await eventually(lambda: all(agent.gateways.forgotten == 1 for agent in shared.agents))
         ticket.finish()
 
 
