@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from report_support import beat
 
 from gateway.duplication.hit_rates import HitRates
 from gateway.duplication.ledger import Ledger
@@ -30,7 +31,7 @@ from gateway.settings import ReplicaSettings, Settings
 from kvstore.cost import LinkEstimate
 from kvstore.geometry import KvGeometry
 from kvstore.identity import Namespace, token_keys
-from kvstore.messages import FetchState, Heartbeat, Hello, Tier
+from kvstore.messages import FetchState, Hello, Tier
 
 MODEL = "m"
 HELLO = Hello(
@@ -47,19 +48,7 @@ HELLO = Hello(
     route_seed_check=0,
     kv_events=True,
 )
-BEAT = Heartbeat(
-    epoch=1,
-    seq=0,
-    engine_up=True,
-    running=0,
-    waiting=0,
-    queued_prefill_tokens=0,
-    prefill_tokens_per_s=None,
-    kv_usage=0.0,
-    capacity_blocks=1000,
-    blocks=0,
-    digest=0,
-)
+BEAT = beat(1, 0, queued_prefill_tokens=0, capacity_blocks=1000)
 
 
 class Parts:

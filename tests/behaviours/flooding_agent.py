@@ -12,55 +12,30 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
+import report_support
+from fetch_support import record
+from report_support import removed, stored
 
-from kvstore.identity import Namespace, pack_keys
+from kvstore.identity import Namespace
 from kvstore.messages import (
     Change,
     Cleared,
     Delta,
-    FetchOutcome,
-    FetchRecord,
     Heartbeat,
     Hello,
-    Removed,
     Report,
     Snapshot,
-    Stored,
     Tier,
-    digest_of,
     encode_frame,
 )
 
 FIRST = 1 << 40
 
 
-def stored(*keys: int) -> Stored:
-    return Stored(tier=Tier.HBM, keys=pack_keys(keys), parents=bytes(8 * len(keys)))
-
-
-def beat(epoch: int, seq: int, *keys: int) -> Heartbeat:
-    return Heartbeat(
-        epoch=epoch,
-        seq=seq,
-        engine_up=True,
-        running=0,
-        waiting=0,
-        queued_prefill_tokens=None,
-        prefill_tokens_per_s=None,
-        kv_usage=0.0,
-        capacity_blocks=100,
-        blocks=len(keys),
-        digest=digest_of(keys, Tier.HBM),
-    )
-
-
-def record(replica: str) -> FetchRecord:
-    figures: dict[str, Any] = dict.fromkeys(FetchRecord.__struct_fields__, 0)
-    names = dict.fromkeys(("request", "gateway_request", "source", "transport", "reason"), "x")
-    return FetchRecord(**(figures | names | {"replica": replica, "outcome": FetchOutcome.FETCHED}))
+def beat(epoch: int, seq: int, key: int) -> Heartbeat:
+    return report_support.beat(epoch, seq, (Tier.HBM, [key]))
 
 
 def flood(kind: str, replica: str) -> Iterator[list[Report]]:
@@ -70,7 +45,7 @@ def flood(kind: str, replica: str) -> Iterator[list[Report]]:
             yield [Snapshot(epoch=epoch, seq=0, part=0, last=True, stored=[stored(FIRST)]), beat(epoch, 0, FIRST)]
     elif kind == "records":
         for number in itertools.count(1):
-            yield [record(replica)] if number % 500 else [beat(1, 0, FIRST)]
+            yield [record(replica=replica)] if number % 500 else [beat(1, 0, FIRST)]
     elif kind == "heartbeats":
         yield from itertools.repeat([beat(1, 0, FIRST)])
     else:
@@ -86,14 +61,14 @@ def _changes(kind: str, number: int) -> list[Change]:
         case "nothing":
             return []
         case "one block":
-            return [stored(FIRST + 1) if number % 2 else Removed(tier=Tier.HBM, keys=pack_keys([FIRST + 1]))]
+            return [stored(FIRST + 1) if number % 2 else removed(FIRST + 1)]
         case "cleared":
             return [Cleared(tier=tier) for tier in Tier if tier is not Tier.HBM] * 3
         case "cleared again":
             return [Cleared(tier=Tier.HBM), stored(FIRST)]
         case "ever new blocks":
             keys = range(FIRST + 1_000 * number, FIRST + 1_000 * number + 1_000)
-            return [stored(*keys), Removed(tier=Tier.HBM, keys=pack_keys(keys))]
+            return [stored(*keys), removed(*keys)]
     raise AssertionError(kind)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,6 +27,7 @@ async def flooding(kind: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Pro
     """The process and its URL."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(Path(__file__).with_name("flooding_agent.py")), kind, "bare", "b", str(SEED)),
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
+import report_support
 from agent_support import free_port, serving, until
 from fetch_support import record
+from report_support import removed, stored
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,7 +32,7 @@ from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims
 from gateway.settings import ReplicaSettings
 from kvstore.cost import LinkEstimate
-from kvstore.identity import Namespace, pack_keys
+from kvstore.identity import Namespace
 from kvstore.messages import (
     MAX_REPLICA_BLOCKS,
     PROTOCOL_VERSION,
@@ -41,12 +44,10 @@ from kvstore.messages import (
     Heartbeat,
     Hello,
     ModelFiles,
-    Removed,
     Report,
     Snapshot,
     Stored,
     Tier,
-    digest_of,
     encode_frame,
 )
 
@@ -75,29 +76,8 @@ def delta(epoch: int, seq: int, *changes: Change) -> Report:
     return Delta(epoch=epoch, seq=seq, changes=list(changes))
 
 
-def stored(*keys: int, tier: Tier = Tier.HBM) -> Stored:
-    return Stored(tier=tier, keys=pack_keys(keys), parents=bytes(8 * len(keys)))
-
-
-def removed(*keys: int, tier: Tier = Tier.HBM) -> Removed:
-    return Removed(tier=tier, keys=pack_keys(keys))
-
-
-def beat(epoch: int, seq: int, *held: tuple[Tier, Iterable[int]], digest: int | None = None) -> Heartbeat:
-    sets = [(tier, set(keys)) for tier, keys in held]
-    return Heartbeat(
-        epoch=epoch,
-        seq=seq,
-        engine_up=True,
-        running=1,
-        waiting=0,
-        queued_prefill_tokens=None,
-        prefill_tokens_per_s=None,
-        kv_usage=0.5,
-        capacity_blocks=77,
-        blocks=sum(len(keys) for _, keys in sets),
-        digest=sum(digest_of(keys, tier) for tier, keys in sets) % 2**64 if digest is None else digest,
-    )
+def beat(epoch: int, seq: int, *held: tuple[Tier, Iterable[int]], **fields: Any) -> Heartbeat:
+    return report_support.beat(epoch, seq, *held, **{"running": 1, "kv_usage": 0.5, "capacity_blocks": 77} | fields)
 
 
 class Agent:

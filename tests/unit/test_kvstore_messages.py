@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from report_support import beat
 
 from kvstore.errors import ProtocolError, UnknownProtocol
 from kvstore.geometry import KvGeometry
@@ -84,19 +85,7 @@ def test_reports_survive_byte_by_byte() -> None:
     assert received == [BEAT] * 3
 
 
-BEAT = Heartbeat(
-    epoch=1,
-    seq=2,
-    engine_up=True,
-    running=0,
-    waiting=0,
-    queued_prefill_tokens=None,
-    prefill_tokens_per_s=None,
-    kv_usage=0.0,
-    capacity_blocks=3,
-    blocks=0,
-    digest=0,
-)
+BEAT = beat(1, 2, capacity_blocks=3)
 HELLO = Hello(
     replica_id="r",
     dp_rank=1,
