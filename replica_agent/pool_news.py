@@ -23,14 +23,17 @@ class PoolNews:
     def __init__(self, catalogue: Catalogue, changed: Callable[[], object]) -> None:
         self._catalogue = catalogue
         self._changed = changed
-        self.balance = 0
-        """By how many blocks what waits will change what the catalogue knows of."""
         self._news: deque[tuple[bytes, bool]] = deque()
         self._timer: asyncio.Handle | None = None
 
     def __len__(self) -> int:
         """News that wait."""
         return len(self._news)
+
+    @property
+    def balance(self) -> int:
+        """By how many blocks what waits will change what the catalogue knows of: a look at each, for checks."""
+        return sum(1 if held else -1 for _, held in self._news)
 
     def block_held(self, key: bytes) -> None:
         """A block can be had from the pool."""
@@ -43,18 +46,15 @@ class PoolNews:
     def check(self) -> None:
         """Asserts that what waits will be passed on."""
         assert bool(self._news) == (self._timer is not None)
-        assert self.balance == sum(1 if held else -1 for _, held in self._news)
 
     def _add(self, key: bytes, held: bool) -> None:
         self._news.append((key, held))
-        self.balance += 1 if held else -1
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._pass_on)
 
     def _pass_on(self) -> None:
         for _ in range(min(MOST_A_TURN, len(self._news))):
             key, held = self._news.popleft()
-            self.balance -= 1 if held else -1
             if held:
                 self._catalogue.pool_held(key)
             else:
