@@ -17,8 +17,8 @@ FLEET_WEIGHT = 0.2
 
 KEPT = 200
 SURE = 3.0
-"""A replica's own speed is that of its last 200 prefills, as far as it differs from the fleet's by more than 3 standard
-errors.
+"""A replica's own speed is that of its last 200 prefills, once it differs from the fleet's by more than 3 standard
+errors: little of the difference at first, nearly all of it where that is several times as large.
 
 One machine's prefills vary by a factor of two from one to the next under load. A replica that looks faster than its
 equals by chance, if only by a fiftieth, would draw all cold prompts of an idle fleet away from free caches: with speeds
