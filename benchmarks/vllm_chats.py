@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 from chats import Chat, read_chats, requests_of
-from cluster_support import free_ports
+from loopback_ports import free_ports
 from stamp import stamp
 from vllm_deployment import beside
 from vllm_models import model_directory

@@ -57,12 +57,6 @@ async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], w
         await asyncio.sleep(0.01)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def tokens_of(block: int, size: int = 16) -> list[int]:
     """Distinct tokens for a numbered block."""
     return [block * 1000 + position for position in range(size)]
@@ -128,26 +122,29 @@ class Publisher:
         self._stopping = threading.Event()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
-        self._pub.setsockopt(zmq.LINGER, 0)
-        self._bind(self._pub, events_port)
-        self._router: zmq.Socket[bytes] | None = None
+        self._router = self._context.socket(zmq.ROUTER) if replay_port is not None else None
         self.replays: list[int] = []
-        if replay_port is not None:
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.setsockopt(zmq.LINGER, 0)
-            self._bind(self._router, replay_port)
+        try:
+            self._bind(self._pub, events_port)
+            if self._router is not None:
+                self._bind(self._router, replay_port)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     @staticmethod
-    def _bind(socket: zmq.Socket[bytes], port: int) -> None:
+    def _bind(socket: zmq.Socket[bytes], port: int | None) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
                 socket.bind(f"tcp://127.0.0.1:{port}")
                 return
             except zmq.ZMQError:  # the last life's port may take a moment to be free
-                assert time.monotonic() < deadline
+                if time.monotonic() > deadline:
+                    raise
                 time.sleep(0.01)
 
     def publish(self, *events: object, lose: bool = False, forget: bool = False, raw: bytes | None = None) -> int:

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import socket
+from loopback_ports import free_ports
 
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports
 
 READY_S = 120.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def tiny_cluster(

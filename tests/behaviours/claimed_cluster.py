@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from agent_support import (
-    MODEL,
-    SEED,
-    EngineStandIn,
-    Publisher,
-    agent_running,
-    free_port,
-    removed,
-    serving,
-    settings_for,
-    stored,
-)
+from agent_support import MODEL, SEED, EngineStandIn, Publisher, agent_running, removed, serving, settings_for, stored
 from http_support import Running, eventually, serving_gateway
+from loopback_ports import free_port
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import pytest
-from agent_support import DEADLINE_S, free_port, until
+from agent_support import DEADLINE_S, until
 from kv_link import HOST, Link
 from kv_support import Agent
+from loopback_ports import free_port
 
 from kvstore.hint import NAME, Hint
 from kvstore.messages import FetchOutcome, FetchRecord

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import msgspec
-from agent_support import MODEL, SEED, EngineStandIn, agent_running, free_port, serving, settings_for
+from agent_support import MODEL, SEED, EngineStandIn, agent_running, serving, settings_for
 from http_support import Running, eventually, serving_gateway
+from loopback_ports import free_port
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route

@@ -22,7 +22,6 @@ from agent_support import (
     Publisher,
     agent_running,
     chain_of,
-    free_port,
     mirroring,
     removed,
     serving,
@@ -31,6 +30,7 @@ from agent_support import (
     tokens_of,
     until,
 )
+from loopback_ports import free_port
 
 from kvstore.messages import Tier
 from replica_agent.replica import Replica

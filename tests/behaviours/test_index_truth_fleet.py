@@ -11,9 +11,10 @@ import random
 from collections.abc import AsyncIterator
 
 import httpx
-from agent_support import MODEL, SEED, Publisher, agent_running, free_port, removed, serving, settings_for, until
+from agent_support import MODEL, SEED, Publisher, agent_running, removed, serving, settings_for, until
 from claimed_cluster import BLOCK, ClaimingEngine, claimed_cluster, prompt
 from http_support import Running, eventually, serving_gateway
+from loopback_ports import free_port
 from path_support import Parts, exchange, identity
 from starlette.requests import Request
 from starlette.responses import Response

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from agent_support import free_port, until
+from agent_support import until
 from kv_faults import (
     AHEAD,
     PITCH,
@@ -31,6 +31,7 @@ from kv_faults import (
 )
 from kv_link import HOST, Link
 from kv_support import Agent, agent
+from loopback_ports import free_port
 
 from kvstore.messages import FetchOutcome
 from kvstore.slot import TRAILER_BYTES, verify

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from agent_support import DEADLINE_S, free_port, serving, until
+from agent_support import DEADLINE_S, serving, until
 from kv_faults import (
     AHEAD,
     BLOCK_BYTES,
@@ -34,6 +34,7 @@ from kv_faults import (
 )
 from kv_link import HOST, Link
 from kv_support import Agent, agent
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster_support import free_ports
+from loopback_ports import free_ports
 from loopback_server import Handler, LoopbackServer
 
 from gateway.cli import main

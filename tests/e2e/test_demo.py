@@ -9,28 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster_support import free_ports
+from loopback_ports import adjacent_ports
 
 FLAGS = ("--port", "--admin-port", "--engine-port", "--agent-port", "--events-port", "--replay-port")
 
 
 def command(*arguments: str) -> tuple[list[str], list[int]]:
     """A demo on free ports; the several replicas' ports follow the first of each kind."""
-    ports = _runs_of_free_ports(len(FLAGS), 3)
+    ports = [adjacent_ports(3) for _ in FLAGS]
     flags = [word for flag, port in zip(FLAGS, ports, strict=True) for word in (flag, str(port))]
     return [sys.executable, "-m", "gateway", "demo", "--model", "tiny", *flags, *arguments], ports
-
-
-def _runs_of_free_ports(count: int, length: int) -> list[int]:
-    """First ports of runs in which every port was free a moment ago."""
-    found: list[int] = []
-    for first in free_ports(count * 20):
-        run = range(first, first + length)
-        if all(abs(first - other) >= length for other in found) and all(_free(port) for port in run):
-            found.append(first)
-        if len(found) == count:
-            return found
-    raise AssertionError("no free ports")
 
 
 def _free(port: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster_support import free_ports
+from loopback_ports import free_ports
 from loopback_server import Handler, LoopbackServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from cluster_support import READY_S, free_ports
+from cluster_support import READY_S
+from loopback_ports import free_ports
 from parity_support import FIXTURES, TRACES, sides
 
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cluster_support import free_ports
+from loopback_ports import free_ports
 from stress.processes import Processes
 from stress.prompts import BLOCK
 

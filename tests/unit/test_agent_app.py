@@ -18,7 +18,6 @@ from agent_support import (
     Publisher,
     agent_running,
     chain_of,
-    free_port,
     mirroring,
     serving,
     settings_for,
@@ -27,6 +26,7 @@ from agent_support import (
     until,
 )
 from kv_support import agent, keys_of
+from loopback_ports import free_port
 
 from kvstore.identity import Namespace
 from kvstore.messages import MAX_MODELS, PROTOCOL_VERSION, Hello, ModelFiles, decode_hello

@@ -12,19 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_support import (
-    Publisher,
-    agent_running,
-    free_port,
-    mirroring,
-    serving,
-    settings_for,
-    stored,
-    tokens_of,
-    until,
-)
+from agent_support import Publisher, agent_running, mirroring, serving, settings_for, stored, tokens_of, until
 from doctor_support import Engine
 from kv_support import Engine as PoolEngine
+from loopback_ports import free_port
 
 from kvstore.messages import Problem
 from replica_agent.doctor import SETTLED_S, Doctor

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 import msgspec
-from agent_support import SEED, Mirror, free_port, mirroring, until
+from agent_support import SEED, Mirror, mirroring, until
+from loopback_ports import free_port
 
 from kvstore.identity import Namespace, token_keys
 from kvstore.messages import Hello, ModelFiles

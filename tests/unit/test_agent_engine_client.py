@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from agent_support import EngineStandIn, free_port, serving, until
+from agent_support import EngineStandIn, serving, until
+from loopback_ports import free_port
 
 from replica_agent.engine_client import SILENT_AFTER_S, EngineClient, EngineIdentity, EngineWatcher
 from replica_agent.load import EngineMetrics

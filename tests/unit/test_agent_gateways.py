@@ -7,7 +7,8 @@ import random
 import httpx
 import msgspec
 import pytest
-from agent_support import EngineStandIn, agent_running, free_port, mirroring, serving, settings_for, until
+from agent_support import EngineStandIn, agent_running, mirroring, serving, settings_for, until
+from loopback_ports import free_port
 
 from kvstore.messages import MAX_GATEWAYS, GatewayLoad
 from replica_agent.gateways import SILENT_S, Gateways

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from agent_support import DEADLINE_S, free_port, mirroring, serving, until
+from agent_support import DEADLINE_S, mirroring, serving, until
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response

@@ -11,7 +11,6 @@ from agent_support import (
     Publisher,
     agent_running,
     chain_of,
-    free_port,
     mirroring,
     serving,
     settings_for,
@@ -19,6 +18,7 @@ from agent_support import (
     tokens_of,
     until,
 )
+from loopback_ports import free_port
 
 from replica_agent.load import EngineMetrics, parse_metrics
 from replica_agent.resets import ResetWatch

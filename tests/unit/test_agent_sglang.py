@@ -13,13 +13,13 @@ from agent_support import (
     Publisher,
     agent_running,
     chain_of,
-    free_port,
     mirroring,
     serving,
     settings_for,
     tokens_of,
     until,
 )
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response

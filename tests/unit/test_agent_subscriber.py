@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from agent_support import Publisher, free_port, removed, stored, tokens_of, until
+from agent_support import Publisher, removed, stored, tokens_of, until
+from loopback_ports import free_port
 
 from replica_agent.events import subscriber as subscriber_module
 from replica_agent.events.decode import BlockRemoved, BlockStored, EventBatch

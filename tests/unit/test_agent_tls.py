@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from agent_support import SEED, EngineStandIn, Publisher, free_port, serving, stored, tokens_of, until
+from agent_support import SEED, EngineStandIn, Publisher, serving, stored, tokens_of, until
+from loopback_ports import free_port
 from test_agent_process import agent_process
 from test_kv_peer_client import asking
 from tls_support import ENGINE_NAME, Pki

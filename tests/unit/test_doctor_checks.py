@@ -9,19 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_support import (
-    SEED,
-    Publisher,
-    agent_running,
-    free_port,
-    serving,
-    settings_for,
-    stored,
-    tokens_of,
-    until,
-)
+from agent_support import SEED, Publisher, agent_running, serving, settings_for, stored, tokens_of, until
 from doctor_support import Engine
 from kv_support import Engine as PoolEngine
+from loopback_ports import free_port
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route

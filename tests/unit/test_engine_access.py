@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_support import EngineStandIn, agent_running, free_port, serving, settings_for, until
+from agent_support import EngineStandIn, agent_running, serving, settings_for, until
 from behaviours.http_support import serving_gateway
 from cryptography.hazmat.primitives import serialization
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

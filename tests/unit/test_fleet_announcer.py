@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import msgspec
 import pytest
-from agent_support import EngineStandIn, agent_running, free_port, serving, settings_for, until
+from agent_support import EngineStandIn, agent_running, serving, settings_for, until
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

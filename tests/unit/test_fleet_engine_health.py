@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from agent_support import free_port, serving, until
+from agent_support import serving, until
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 import httpx
 import msgspec
 import pytest
-from agent_support import free_port, serving, until
+from agent_support import serving, until
 from identity_support import chat, exact, identifying, model_files
+from loopback_ports import free_port
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

@@ -15,8 +15,9 @@ import httpx
 import msgspec
 import pytest
 import report_support
-from agent_support import free_port, serving, until
+from agent_support import serving, until
 from fetch_support import record
+from loopback_ports import free_port
 from report_support import removed, stored
 from starlette.applications import Starlette
 from starlette.requests import Request

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_support import free_port, until
+from agent_support import until
 from kv_support import BLOCK_BYTES, Agent, agent, both_quiet, key_of, keys_of, pair
+from loopback_ports import free_port
 
 from kvstore.engine_messages import Loading, Nothing, Ready
 from kvstore.messages import FetchOutcome

@@ -13,7 +13,6 @@ from agent_support import (
     EngineStandIn,
     Publisher,
     chain_of,
-    free_port,
     mirroring,
     removed,
     serving,
@@ -22,6 +21,7 @@ from agent_support import (
     until,
 )
 from kv_support import BLOCK_BYTES, agent, key_of, keys_of, pair
+from loopback_ports import free_port
 
 from kvstore.engine_messages import Accepted, Nothing, Pending
 from kvstore.identity import wire_block_hash

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from agent_support import DEADLINE_S, free_port, serving, until
+from agent_support import DEADLINE_S, serving, until
 from kv_support import HOLD_S, Agent, agent, hello, keys_of
+from loopback_ports import free_port
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 

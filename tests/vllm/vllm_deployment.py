@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
-from cluster_support import READY_S, free_ports
+from cluster_support import READY_S
+from loopback_ports import free_ports
 from vllm_server import VllmServer
 
 from gateway.demo.cluster import Cluster, ClusterOptions, Ports

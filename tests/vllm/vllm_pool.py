@@ -18,9 +18,10 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+from loopback_ports import HOST, free_port
 from vllm_engine import prompt_of
 from vllm_models import kv_bytes_per_token
-from vllm_server import BLOCK, HOST, VllmServer, adjacent_ports, start_servers
+from vllm_server import BLOCK, VllmServer, start_servers
 
 from kvstore.slot import pitch_of
 
@@ -65,7 +66,7 @@ class PooledEngine:
         self._fresh = itertools.count(10**9)
         """Parts of prompts that nobody else uses."""
         self.server = VllmServer(model, flags=[*connector_flags(self.socket), *flags], **more)
-        self._port = adjacent_ports(1)
+        self._port = free_port()
         self._pool_bytes = pool_blocks * pitch_of(kv_bytes_per_token(model, 4) * BLOCK)
         self._agent: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(trust_env=False, timeout=60)

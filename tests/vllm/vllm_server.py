@@ -7,9 +7,7 @@ end of a pipe from here: should the tests be killed in whatever way, the pipe en
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,9 +18,9 @@ from types import TracebackType
 
 import httpx
 import vllm_env
+from loopback_ports import HOST, adjacent_ports
 from vllm_models import kv_bytes_per_token
 
-HOST = "127.0.0.1"
 READY_S = 300.0
 STOP_S = 30.0
 BLOCK = 128
@@ -129,7 +127,8 @@ class VllmServer:
             [sys.executable, "-c", _LEASH, str(self._process.pid)],
             stdin=subprocess.PIPE,
             cwd=Path(__file__).parent,
-            env=os.environ | {"PYTHONPATH": f"{vllm_env.CHECKOUT}{os.pathsep}{Path(__file__).parent}"},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(map(str, (vllm_env.CHECKOUT, *Path(__file__).parents[:2])))},
             start_new_session=True,
         )
 
@@ -205,27 +204,6 @@ def start_servers(servers: Sequence[VllmServer]) -> None:
         server.start()
     for server in servers:
         server.wait_ready()
-
-
-def adjacent_ports(count: int) -> int:
-    """The first of `count` ports in a row that were all free a moment ago.
-
-    None that the system gives to whoever asks for any: a server binds them after half a minute of importing, and by
-    then a connection of somebody else's would have got one.
-    """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        first = random.randrange(1_024, max(lowest - count, 2_048))
-        held: list[socket.socket] = []
-        try:
-            for at in range(count):
-                held.append(socket.create_server((HOST, first + at)))
-            return first
-        except OSError:
-            continue
-        finally:
-            for each in held:
-                each.close()
 
 
 def session_members(session: int) -> list[int]:
