@@ -125,6 +125,7 @@ async def _scenario(
     engines = [cluster.engine_url(at) for at in range(cluster.count)]
     names = [f"replica-{at}" for at in range(cluster.count)]
     burst_tokens = BURST_TOKENS.get(options.model, BURST_TOKENS["smollm2"])
+    pools = cluster.options.pool_bytes > 0
     scenario = Scenario(client, engines, http, screen, options.followups, options.seed, burst_tokens, names)
 
     screen.title("1. Scattered: every question to the next replica in turn")
@@ -137,7 +138,7 @@ async def _scenario(
     routed_report = await _report(http, cluster)
     screen.title("3. A hot document: ten questions about one document at once, then one more")
     screen.columns()
-    spill = await scenario.spill()
+    spill = await (scenario.hot() if pools else scenario.spill(DOCUMENTS[0]))
 
     for phase, report in ((scattered, scattered_report), (routed, routed_report)):
         screen.title(f"KV held more than once, {phase.name}")
@@ -145,7 +146,7 @@ async def _scenario(
     screen.title("What happened")
     screen.line(_story(scattered, routed, spill))
     screen.title("Checked")
-    verdicts = judge(scattered, routed, spill, pools=cluster.options.pool_bytes > 0)
+    verdicts = judge(scattered, routed, spill, pools=pools)
     for verdict in verdicts:
         screen.verdict(verdict.ok, verdict.text)
     return all(verdict.ok for verdict in verdicts)

@@ -10,9 +10,6 @@ from gateway.demo.screen import mib
 FEWER = 3
 """Routed follow-ups must cost at most this fraction (1/3) of the scattered ones."""
 
-FEW = 10
-"""A question whose document is there computes at most this fraction (1/10) of its prompt."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -31,6 +28,13 @@ def judge(scattered: Phase, routed: Phase, spill: Spill, *, pools: bool) -> list
             f"{scattered.uncached_followups:,} scattered (at most 1/{FEWER})",
         ),
         *(_recounted(phase) for phase in (scattered, routed)),
+        *judge_spill(spill, pools=pools),
+    ]
+
+
+def judge_spill(spill: Spill, *, pools: bool) -> list[Verdict]:
+    """Those of the burst."""
+    return [
         _spilled(spill),
         *(_fetched(spill) if pools else ()),
         Verdict(spill.after.replica == spill.home, f"the question after the burst came home to {spill.after.replica}"),
@@ -60,9 +64,7 @@ def _fetched(spill: Spill) -> list[Verdict]:
     home, following = spill.compared
     return [
         Verdict(
-            bool(fetches)
-            and all(each.source == spill.home for each in fetches)
-            and all(answer.uncached * FEW <= answer.prompt_tokens for answer in spill.spilled),
+            spill.in_time and all(each.source == spill.home for each in fetches),
             f"they computed {computed:,} tokens: {moved:,} were fetched from {spill.home} in {seconds * 1000:.0f} ms; "
             f"computing them was expected to take {instead * 1000:.0f} ms",
         ),
