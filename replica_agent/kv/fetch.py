@@ -37,6 +37,10 @@ CONFIRM_MOST_S = 0.05
 
 GIVE_BACK_S = 5.0
 
+SHOW_S = 0.0008
+"""For an engine to hear where its blocks come, before they come. Then a thread copies, and leaves the event loop little
+of the interpreter: an engine that was told late was done late, one fetch in four by 2 ms of 10 (`bench transfer`)."""
+
 RESERVED_A_TURN = 64
 """Slots found before other tasks have their turn."""
 
@@ -96,8 +100,8 @@ class Fetch:
         self.order = order
         self.steps = Steps()
         self.transport = ""
-        self.slots: list[int] = []
-        """Where the blocks that are on their way come."""
+        self._slots: list[int] = []
+        self._shown = asyncio.Event()
         self._around = around
         self._lease = ""
         self._targets: list[Held] = []
@@ -123,6 +127,11 @@ class Fetch:
         as long as the fetch has not ended; -1 when nothing counts them."""
         return -1 if self._progress is None else self._progress.cell
 
+    def show(self) -> list[int]:
+        """The slots in which the blocks come that are on their way."""
+        self._shown.set()
+        return self._slots
+
     async def _run(self, decided: Callable[[int], None]) -> Fetched:
         around, order = self._around, self.order
         grant = await self._ask_and_reserve()
@@ -139,9 +148,11 @@ class Fetch:
         if not self._targets:
             return Fetched(0, FetchOutcome.FAILED, "no_room")
         reserved = len(self._targets)
-        self.slots = [held.slot for held in self._targets]
+        self._slots = [held.slot for held in self._targets]
         self._progress = around.board.open()
         decided(reserved)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._shown.wait(), SHOW_S)
         good, reason = await self._move(grant, *chosen)
         if not good:
             late = reason == "deadline"
@@ -213,7 +224,7 @@ class Fetch:
             owner_host=urlsplit(order.url).hostname or "",
             lease=self._lease,
             secret=around.secret,
-            moves=[*map(Move, grant.slots[: len(targets)], self.slots)],
+            moves=[*map(Move, grant.slots[: len(targets)], self._slots)],
             deadline=order.deadline - min(CONFIRM_MOST_S, CONFIRM_SHARE * left),
             call=self._call,
         )

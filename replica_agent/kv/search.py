@@ -207,7 +207,7 @@ class Search:
         fetch, first = self._coming.fetch, self._first
         own = [held.slot for held in self._pins]
         return Loading(
-            slots=own + fetch.slots[first : first + self._remote], there=len(own), cell=fetch.cell, before=first
+            slots=own + fetch.show()[first : first + self._remote], there=len(own), cell=fetch.cell, before=first
         )
 
     def _stir(self) -> None:
