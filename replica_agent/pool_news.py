@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from replica_agent.catalogue import Catalogue
 
-DELAY_S = 0.002
+DELAY_S = 0.01
 """Reports of blocks that came or went wait for so long. For 128 blocks of a fetch the catalogue and a delta to each
 gateway take half a millisecond, and an engine had to wait for that: `bench transfer`."""
 

@@ -26,7 +26,9 @@ from loopback_ports import free_port
 from kvstore.engine_messages import Accepted, Nothing, Pending
 from kvstore.identity import wire_block_hash
 from kvstore.messages import FetchOutcome, Tier
-from kvstore.transfer.loopback import Network
+from kvstore.transfer.base import Arrived, Plan, Result
+from kvstore.transfer.loopback import Loopback, Network
+from replica_agent.kv.fetch import Fetch
 
 
 async def test_an_engine_loads_what_it_saved(tmp_path: Path) -> None:
@@ -72,6 +74,33 @@ async def test_blocks_come_from_the_peer(tmp_path: Path, transports: str) -> Non
         assert reader.records[-1].outcome is FetchOutcome.LOCAL
         await source.quiet()
         await reader.quiet()
+
+
+async def test_an_engine_hears_where_its_blocks_come_before_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is waited for no longer than `SHOW_S`, where it does not ask."""
+    events = []
+    show, move = Fetch.show, Loopback.fetch
+
+    def shown(self: Fetch) -> list[int]:
+        events.append("shown")
+        return show(self)
+
+    async def moved(self: Loopback, plan: Plan, arrived: Arrived) -> Result:
+        events.append("moved")
+        return await move(self, plan, arrived)
+
+    monkeypatch.setattr(Fetch, "show", shown)
+    monkeypatch.setattr(Loopback, "fetch", moved)
+    async with pair(tmp_path, Network()) as (source, reader):
+        await source.engine.save(keys_of(*range(8)))
+        await reader.engine.prepare("unasked", keys_of(*range(4)), source.hint(4))
+        await until(lambda: reader.pool.lookup(keys_of(*range(4))) == 4)
+        assert events == ["moved"]
+        monkeypatch.setattr("replica_agent.kv.fetch.SHOW_S", 60.0)
+        assert await reader.engine.load("r", keys_of(*range(8)), source.hint(8)) == 8
+        assert events[:3] == ["moved", "shown", "moved"]
 
 
 async def test_a_request_with_a_long_id_is_fetched_like_any_other(tmp_path: Path) -> None:
