@@ -9,8 +9,8 @@ from typing import NamedTuple
 from kvstore.cost import LinkEstimate, LinkEstimator, PrefillEstimator, decide
 
 LINK_PRIOR = LinkEstimate(latency_s=0.003, bytes_per_s=1e9)
-"""A link nothing was fetched over: three HTTP exchanges, and a tenth of what links between replicas carry. Argued, not
-measured; too low costs a few fetches that would have paid, and is over after the first ones that do."""
+"""A link nothing was fetched over: three HTTP exchanges, as between hosts, and a tenth of what links between replicas
+carry. Argued, not measured; too low costs a few fetches that would have paid, and is over after the first that do."""
 
 COPY_PRIOR = LinkEstimate(latency_s=0.0005, bytes_per_s=5e9)
 """Slots to paged blocks, before the engine has told: a memcpy on a busy host."""
