@@ -186,7 +186,7 @@ def _report(options: argparse.Namespace) -> int:
         response = httpx.get(f"{options.admin}/admin/duplication", params={"top": options.top}, trust_env=False)
         response.raise_for_status()
         report = msgspec.json.decode(response.content, type=DuplicationReport)
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, msgspec.MsgspecError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, msgspec.MsgspecError, RecursionError) as error:
         print(f"prefix-gateway: --admin {options.admin}: {error}", file=sys.stderr)
         return 1
     print(response.text if options.json else render_text(report))

@@ -230,6 +230,6 @@ def local_root(root: str | None) -> Path | None:
 def _json(content: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(content)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineSilent(f"not JSON: {error}") from error
     return value if isinstance(value, dict) else {}

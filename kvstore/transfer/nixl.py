@@ -107,7 +107,7 @@ class Nixl(Transport):
     def _read(self, offer: Offer) -> _Offer | None:
         try:
             return msgspec.msgpack.decode(offer.data, type=_Offer) if offer.transport == self.name else None
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return None
 
     def _usable(self, plan: Plan) -> tuple[Address | None, str]:
@@ -168,7 +168,7 @@ class NixlPush(Nixl):
         assert self._offer is not None, "started"
         try:
             push = msgspec.msgpack.decode(message, type=_Push)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TransferError(f"not a push: {error}") from error
         if not grant.slots.issuperset(push.sources):
             raise TransferError("the lease does not name all of these slots")
@@ -195,7 +195,7 @@ class _Arrivals:
     async def ask(self, plan: Plan, message: bytes) -> None:
         try:
             self._told = msgspec.msgpack.decode(await plan.call(message), type=_Pushed)
-        except (TransferError, msgspec.MsgspecError) as error:
+        except (TransferError, msgspec.MsgspecError, RecursionError) as error:
             self._job.stop(f"the owner failed: {error}")
 
     def steps(self, agent: NixlAgent) -> Steps:

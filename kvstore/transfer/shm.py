@@ -99,7 +99,7 @@ class Shm(Transport):
         try:
             address = msgspec.msgpack.decode(offer.data, type=_Address)
             return address.host == self._host and address.lives and os.access(address.path, os.R_OK)
-        except (msgspec.MsgspecError, OSError):
+        except (msgspec.MsgspecError, RecursionError, OSError):
             return False
 
     async def fetch(self, plan: Plan, arrived: Arrived) -> Result:
@@ -110,7 +110,7 @@ class Shm(Transport):
             if why := size_error(address.pitch, region.pitch):
                 return Result(0, True, why)
             view = self._view(address)
-        except (msgspec.MsgspecError, OSError, ValueError) as error:
+        except (msgspec.MsgspecError, RecursionError, OSError, ValueError) as error:
             return Result(0, True, f"the owner's pool cannot be mapped: {error}")
         loop = asyncio.get_running_loop()
         view.users += 1

@@ -92,7 +92,7 @@ class Tcp(Transport):
     def reaches(self, offer: Offer) -> bool:
         if offer.transport != self.name:
             return False
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             return msgspec.msgpack.decode(offer.data, type=_Address).tls == (self._tls is not None)
         return True  # `fetch` says what is wrong with it
 
@@ -101,7 +101,7 @@ class Tcp(Transport):
         assert region is not None, "started"
         try:
             address = msgspec.msgpack.decode(plan.offer.data, type=_Address)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return Result(0, True, f"the owner's address makes no sense: {error}")
         if why := size_error(address.pitch, region.pitch):
             return Result(0, True, why)
@@ -240,7 +240,7 @@ class _Fetch:
                     self._arrived(index)
             self.reusable = not job.over()
             return Result(moved, True, answer.error)
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
+        except (OSError, EOFError, msgspec.MsgspecError, RecursionError) as error:
             why = DEADLINE if isinstance(error, BlockingIOError | TimeoutError) else f"the owner failed: {error}"
             return Result(moved, True, job.over() or why)
         finally:

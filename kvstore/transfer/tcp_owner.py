@@ -147,7 +147,7 @@ class Owner:
             tune(connection, send_s=STALL_S)
             while self._answer(connection):
                 pass
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except (OSError, EOFError, msgspec.MsgspecError, RecursionError):
             # Gone, stalled, or no reader of ours: nothing to tell it.
             pass
         finally:

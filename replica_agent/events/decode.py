@@ -72,7 +72,8 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllCleared
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What one message said, in order.
 
-    `rank` is None where the engine does not tell; `ignored` counts events of unknown types, media and attention kinds.
+    `rank` is None where the engine does not tell; `ignored` counts events of unknown types, media and attention kinds,
+    and those of no blocks.
     """
 
     timestamp: float
@@ -88,7 +89,7 @@ def decode_batch(payload: bytes) -> EventBatch:
     """A batch from its msgpack payload. Raises EventDecodeError; nothing of such a batch may be applied."""
     try:
         batch = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EventDecodeError(f"not msgpack: {error}") from error
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise EventDecodeError("a batch must be an array [ts, events, rank]")
@@ -161,9 +162,13 @@ def _name_positions(tag: object, raw: list[Any]) -> dict[Any, Any]:
 def _stored(fields: dict[Any, Any]) -> BlockStored | None:
     tier = _tier(fields.get("medium"))
     kind = fields.get("kv_cache_spec_kind")
+    if kind is not None and not isinstance(kind, str):
+        raise EventDecodeError(f"kv_cache_spec_kind: expected a string, got {kind!r:.80}")
     if tier is None or _elsewhere(fields) or (kind is not None and kind not in FULL_ATTENTION_KINDS):
         return None
     hashes = _hashes(fields)
+    if not hashes:
+        return None
     parent = fields.get("parent_block_hash")
     if parent is not None and type(parent) not in (int, bytes):
         raise EventDecodeError(f"parent_block_hash: expected an integer or bytes, got {parent!r:.80}")

@@ -239,7 +239,7 @@ async def test_what_is_told_again_is_no_copy() -> None:
 
 
 async def test_every_encoding_decodes() -> None:
-    """One chain told in five encodings; then a batch that is none of them costs one counter and a resync."""
+    """One chain told in five encodings; then each batch that is none of them costs one counter and a resync."""
     engine = Engine()
     async with engine.alive() as publisher, watched(engine) as (replica, mirror):
         await until(lambda: ready(replica))
@@ -253,10 +253,21 @@ async def test_every_encoding_decodes() -> None:
         assert replica.events["ignored"] == 2
         publisher.publish(["BlockRemoved", [5]], ["BlockRemoved", [b"\4" * 32], "GPU", 0])
         await until(lambda: mirror.hbm == set(chain_of([1, 2, 3])))
-        publisher.publish(raw=msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}], 0]))
-        publisher.publish(stored([6], tokens_of(6)))
-        await until(lambda: mirror.hbm == set(chain_of([6])))
-        assert (replica.subscriber.counts.malformed, replica.resyncs["malformed"]) == (1, 1)
+        kind = {"type": "BlockStored", "block_hashes": [1], "kv_cache_spec_kind": {}}
+        for count, raw in enumerate(
+            (
+                msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}], 0]),
+                msgspec.msgpack.encode([1.0, [kind], 0]),
+                b"\x93\x01" + b"\x91" * 5_000,
+            ),
+            1,
+        ):
+            publisher.publish(raw=raw)
+            publisher.publish(stored([5 + count], tokens_of(5 + count)))
+            await until(lambda: mirror.hbm == set(chain_of([5 + count])))  # noqa: B023
+            assert (replica.subscriber.counts.malformed, replica.resyncs["malformed"]) == (count, count)
+        publisher.publish(stored([], []), stored([9], tokens_of(9)))
+        await until(lambda: mirror.hbm == set(chain_of([8])) | set(chain_of([9])))
 
 
 async def test_hybrid_groups_do_not_poison() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.identity import pack_tokens
 from kvstore.messages import Tier
+from replica_agent.catalogue import Catalogue
 from replica_agent.errors import EventDecodeError
 from replica_agent.events.decode import AllCleared, BlockRemoved, BlockStored, decode_batch
 
@@ -199,6 +200,8 @@ def test_an_adapter_without_a_name_is_not_the_base_model() -> None:
     [
         b"",
         b"\xc1",
+        b"\x93\x01" + b"\x91" * 5_000,
+        b"\x92\x01\x91\x81\x90\x01",
         VLLM_MAP[:-3],
         msgspec.msgpack.encode({"events": []}),
         msgspec.msgpack.encode([1.5]),
@@ -221,6 +224,8 @@ def test_an_adapter_without_a_name_is_not_the_base_model() -> None:
         batch(["BlockStored", [7], None, [-1] * 16, 16, None]),
         batch(["BlockStored", [7], None, [[1]] * 16, 16, None]),
         batch(stored_array(None, "GPU", None, [None, None])),
+        batch({"type": "BlockStored", "block_hashes": [7], "block_size": 16, "kv_cache_spec_kind": ["full_attention"]}),
+        batch({"type": "BlockStored", "block_hashes": [7], "block_size": 16, "kv_cache_spec_kind": {}}),
     ],
 )
 def test_what_cannot_be_read_is_one_error(payload: bytes) -> None:
@@ -233,8 +238,32 @@ json_like = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 9), inner),
     max_leaves=12,
 )
-fields = st.sampled_from(
-    ["type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "extra_keys", "group_idx"]
+NAMES = [
+    *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "extra_keys", "group_idx"),
+    *("kv_cache_spec_kind", "lora_id", "lora_name", "cache_salt", "metadata", "locality"),
+]
+fields = st.sampled_from(NAMES)
+hashes = st.integers(-3, 3) | st.binary(max_size=2)
+blocks = st.integers(0, 3).flatmap(
+    lambda count: st.fixed_dictionaries(
+        {
+            "type": st.just("BlockStored"),
+            "block_hashes": st.lists(hashes, min_size=count, max_size=count),
+            "parent_block_hash": st.none() | hashes,
+            "token_ids": st.just([]) | st.lists(st.integers(0, 9), min_size=16 * count, max_size=16 * count),
+            "block_size": st.just(16),
+        },
+        optional={
+            "medium": st.sampled_from(["GPU", "CPU"]),
+            "extra_keys": st.lists(json_like, min_size=count, max_size=count),
+            "group_idx": st.integers(0, 1),
+            "lora_name": st.none() | st.text(),
+            "cache_salt": json_like,
+        },
+    )
+)
+removals = st.fixed_dictionaries(
+    {"type": st.just("BlockRemoved"), "block_hashes": st.lists(hashes)}, optional={"medium": st.just("CPU")}
 )
 tags = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
 
@@ -253,3 +282,20 @@ def test_nothing_raises_anything_else(payload: bytes) -> None:
     except EventDecodeError:
         return
     assert all(isinstance(event, BlockStored | BlockRemoved | AllCleared) for event in events)
+    catalogue = Catalogue("m", 7)
+    catalogue.apply(events)
+    catalogue.check()
+
+
+@given(st.lists(st.lists(blocks | removals | st.just(["AllBlocksCleared"])), max_size=4))
+def test_what_can_be_read_can_be_taken_in(batches: list[list[object]]) -> None:
+    catalogue = Catalogue("m", 7)
+    for events in batches:
+        catalogue.apply(decode_batch(batch(*events)).events)
+        catalogue.check()
+
+
+def test_a_run_of_no_blocks_says_nothing() -> None:
+    nothing = {"type": "BlockStored", "block_hashes": [], "parent_block_hash": None, "block_size": 16}
+    decoded = decode_batch(batch(nothing, stored_array(None, "GPU")))
+    assert (len(decoded.events), decoded.ignored) == (1, 1)

@@ -4,6 +4,9 @@ import asyncio
 
 from agent_support import EngineStandIn, serving, until
 from loopback_ports import free_port
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from replica_agent.engine_client import SILENT_AFTER_S, EngineClient, EngineIdentity, EngineWatcher
 from replica_agent.load import EngineMetrics
@@ -68,6 +71,24 @@ async def test_the_life_of_an_engine() -> None:
         await watcher.look()
         assert notes.told == ["seen", "measured"]
     await client.close()
+
+
+async def test_an_engine_that_answers_what_nobody_can_read_is_silent() -> None:
+    notes, engine, clock, body = Notes(), EngineStandIn(), Clock(), b""
+
+    async def models(request: Request) -> Response:
+        return Response(body)
+
+    engine.app.routes.insert(0, Route("/v1/models", models))
+    async with serving(engine.app) as url:
+        client = EngineClient(url)
+        watcher = EngineWatcher(client, notes, interval_s=0.01, clock=clock)
+        for body in (b"", b"{", b"[" * 5_000 + b"]" * 5_000, b'{"x": "\xff"}'):
+            clock.now += SILENT_AFTER_S
+            notes.told.clear()
+            await watcher.look()
+            assert notes.told == ["silent"], body
+        await client.close()
 
 
 async def test_an_engine_with_errors_is_silent_but_not_gone() -> None:

@@ -221,6 +221,8 @@ async def test_slots_of_another_size_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", PROCESS_TRANSPORTS)
 async def test_an_offer_that_makes_no_sense(name: str) -> None:
     async with joined(name) as (reader, _, owner):
-        for data in (b"", b"\xc1", b"\x93\x01\x02\x03"):
-            result = await reader.fetch(reader.plan(Offer(transport=name, data=data), owner))
+        for data in (b"", b"\xc1", b"\x93\x01\x02\x03", b"\x98" + b"\x91" * 5_000, b"\x91" * 5_000):
+            offer = Offer(transport=name, data=data)
+            reader.transport.reaches(offer)  # says no, or that a fetch will
+            result = await reader.fetch(reader.plan(offer, owner))
             assert (result.moved, result.stopped) == (0, True)

@@ -63,6 +63,7 @@ async def test_garbage_is_hung_up_on() -> None:
             b"\xff\xff\xff\xff",
             b"\x03\0\0\0abc",
             b"\x04\0\0\0\x93\xa1x\x01",
+            (5_000).to_bytes(4, "little") + b"\x91" * 5_000,
             rng.randbytes(100_000),
         ):
             assert await asyncio.to_thread(said, port, what) == b"", what[:10]
