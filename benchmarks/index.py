@@ -7,12 +7,13 @@ CPU time of one process; compare within one run. Blocks are chains of 6,250 rand
 
 stream    every chain stored by its two holders in events of 125 blocks, matched, and a fifth of them removed, tails
           first: as messages through a report stream's decoding, where what arrives in one piece (64 KiB) is applied at
-          once
+          once; a ledger and a placer listen
 index     the same event by event into the index alone, with arrays as keys
 ledger    as `index`, with a ledger that listens
 large     10 M blocks: bytes for each, the slowest piece; 1,000 replicas
 pieces    a snapshot of 1 M blocks, its loss and the report on shared prefixes: how long each holds the event loop
 bound     unique prompts of 8k tokens until the bound holds
+uses      what it takes a placer to learn of a prompt that another gateway placed: first seen, and going on
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from gateway.duplication.ledger import Ledger
 from gateway.fleet.replica import Replica
 from gateway.placement.blocks import PIECE_BLOCKS
 from gateway.placement.column import Keys
+from gateway.placement.evictions import Evictions
 from gateway.placement.index import PrefixIndex
+from gateway.placement.placer import Placer
 from gateway.settings import ReplicaSettings
 from kvstore.messages import Delta, FrameReader, Heartbeat, Removed, Snapshot, Stored, Tier, encode_frame
 
@@ -84,8 +87,10 @@ def timed(work: Callable[[], object], rounds: int = 1) -> float:
     return (time.process_time() - begin) / rounds
 
 
-def fresh(limit: int = 1 << 30, ledger: bool = False) -> PrefixIndex:
+def fresh(limit: int = 1 << 30, ledger: bool = False, placer: bool = False) -> PrefixIndex:
     index = PrefixIndex(limit)
+    if placer:
+        Placer(index)
     told = Ledger(index) if ledger else None
     for replica in REPLICAS:
         index.add_replica(replica)
@@ -176,7 +181,7 @@ def snapshot(keys: Keys, parents: Keys, part: int = 0, last: bool = True) -> Sna
 
 def through_streams(all_chains: Keys, held: list[list[int]]) -> dict[str, Any]:
     before = resident()
-    index = fresh(ledger=True)
+    index = fresh(ledger=True, placer=True)
     streams = Streams(index)
     none = np.zeros(0, np.uint64)
     seqs = [0] * len(REPLICAS)
@@ -244,7 +249,7 @@ def large() -> Iterator[dict[str, Any]]:
 
 def pieces(blocks: int) -> dict[str, Any]:
     """The longest the event loop is held, in CPU ms, while a snapshot is applied and lost again; a ledger listens."""
-    index = fresh(ledger=True)
+    index = fresh(ledger=True, placer=True)
     streams = Streams(index)
     keys = chains(blocks).reshape(-1)
     parts = -(-keys.size // 65_536)
@@ -289,15 +294,16 @@ def pieces(blocks: int) -> dict[str, Any]:
 def bound(prompts: int, limit: int) -> dict[str, Any]:
     """Unique prompts of 512 blocks from 8 replicas that never remove anything, a ledger listening."""
     before = resident()
-    index = fresh(limit, ledger=True)
+    index = fresh(limit, ledger=True, placer=True)
     rng = np.random.default_rng(5)
     most = 0
     generated = stored = 0.0
     for at in range(prompts):
         begin = time.process_time()
         keys = rng.integers(1, 1 << 63, 512, dtype=np.int64).astype(np.uint64)
+        parents = np.append(np.uint64(0), keys[:-1])
         generated += time.process_time() - begin
-        stored += timed(lambda k=keys, r=REPLICAS[at % 8]: index.store(r, Tier.HBM, k, k))
+        stored += timed(lambda k=keys, p=parents, r=REPLICAS[at % 8]: index.store(r, Tier.HBM, k, p))
         if at % 256 == 0:
             most = max(most, resident() - before)
     return {
@@ -309,6 +315,40 @@ def bound(prompts: int, limit: int) -> dict[str, Any]:
         "evicted": index.evicted_blocks,
         "store_per_s": round(prompts * 512 / stored),
     }
+
+
+def uses(blocks: int, scattered: bool = False) -> dict[str, Any]:
+    """Of prompts of so many blocks, stored at once; or block by block, as answers of 64 prompts side by side are."""
+    now = 0.0
+    index = PrefixIndex()
+    index.add_replica(REPLICAS[0])
+    evictions = Evictions(index, lambda: now)
+    rng = np.random.default_rng(6)
+    rows = rng.integers(1, 1 << 63, (64, blocks + 2), dtype=np.int64).astype(np.uint64)
+
+    def store(keys: Keys, parents: Keys) -> None:
+        index.store(REPLICAS[0], Tier.HBM, keys, parents)
+
+    if scattered:
+        before = np.zeros(64, np.uint64)
+        for keys in rows[:, :blocks].T:
+            store(keys.copy(), before)
+            before = keys.copy()
+    else:
+        for keys in rows:
+            store(keys[:blocks], np.append(np.uint64(0), keys[: blocks - 1]))
+    index.add_listener(evictions)
+    taken = []
+    for turn in range(2):  # a block more of each, and then another
+        now += 2.0
+        keys, parents = rows[:, blocks + turn].copy(), rows[:, blocks + turn - 1].copy()
+        begin = time.process_time()
+        store(keys, parents)
+        for _ in rows:
+            evictions.catch_up()
+        taken.append(round((time.process_time() - begin) / len(rows) * 1e6, 1))
+    evictions.check()
+    return {"uses_blocks": blocks, "scattered": scattered, "first_us": taken[0], "again_us": taken[1]}
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -324,6 +364,10 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from large()
     if part == "pieces":
         yield pieces(options.blocks)
+    if part == "uses":
+        for blocks in (64, 512, 6_250):
+            yield uses(blocks)
+        yield uses(2_000, scattered=True)
     if part == "bound":
         yield bound(options.prompts, 256 << 20)
 
@@ -356,7 +400,7 @@ def each_part(options: argparse.Namespace, run: Callable[[argparse.Namespace], I
 
 def main() -> None:
     """All parts, or those of `--only`."""
-    parser = arguments(__doc__, "stream,index,ledger,large,pieces,bound")
+    parser = arguments(__doc__, "stream,index,ledger,large,pieces,bound,uses")
     parser.add_argument("--prompts", type=int, default=20_000)
     each_part(parser.parse_args(), run)
 

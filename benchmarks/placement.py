@@ -3,9 +3,10 @@
     python benchmarks/placement.py [--json]
 
 Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
-the ring and the cost terms all run. Caches are full of prompts of 256 blocks that this gateway placed, so that what
-must be evicted is looked up and priced. `place` decides, `placed` commits (traffic, claim) and its claim is released.
-With `pools` every agent has a pool that holds what its engine holds, so that every replica but one is offered a fetch.
+the ring and the cost terms all run. Caches are full, but for what is shared of prompts of 256 blocks that this gateway
+placed, so that what must be evicted is looked up and priced. `place` decides, `placed` commits (traffic, claim) and its
+claim is released. With `pools` every agent has a pool that holds what its engine holds, so that every replica but one
+is offered a fetch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvstore.messages import ROOT_PARENT, FetchState, Tier
 CASES = [(1, 64), (8, 64), (8, 512), (8, 6250), (64, 64), (64, 6250), (256, 64)]
 
 
+CAPACITY = 156 * 256
 POOL = FetchState(namespace="n", acts=True, slots=100_000, link=LinkEstimate(0.002, 25e9), links={})
 
 
@@ -44,9 +46,6 @@ def measure(replicas: int, units: int, pools: bool = False) -> dict[str, float]:
     for i in range(replicas):
         replica = f"replica-{i}"
         index.add_replica(replica)
-        held = base if i == replicas // 2 else base[: units // 4]
-        for tier in (Tier.HBM, Tier.DRAM)[: 1 + pools]:
-            index.store(replica, tier, held, [ROOT_PARENT, *held[:-1]])
         views.append(
             ReplicaView(
                 id=replica,
@@ -54,15 +53,18 @@ def measure(replicas: int, units: int, pools: bool = False) -> dict[str, float]:
                 queued_prefill_tokens=rng.randrange(2000),
                 running=rng.randrange(8),
                 prefill_tokens_per_s=30_000.0,
-                capacity_blocks=40_000,
-                held_blocks=40_000,
+                capacity_blocks=CAPACITY,
+                held_blocks=CAPACITY,
                 block_bytes=1 << 21,
                 fetch=POOL if pools else None,
             )
         )
-    for view in views:
-        for _ in range(40_000 // 256):
+    for i, view in enumerate(views):
+        for _ in range(CAPACITY // 256):
             placer.evictions.used(view, array("Q", [rng.getrandbits(64) for _ in range(256)]))
+        held = base if i == replicas // 2 else base[: units // 4]
+        for tier in (Tier.HBM, Tier.DRAM)[: 1 + pools]:
+            index.store(view.id, tier, held, [ROOT_PARENT, *held[:-1]])
     placer.place(prompts[0], views)
     rounds = max(100, 4000 // replicas)
     begin = time.process_time()

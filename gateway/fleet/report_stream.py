@@ -329,7 +329,8 @@ class ReportStream:
         for begin in range(0, len(keys), PIECE_BLOCKS):
             end = begin + PIECE_BLOCKS
             if isinstance(changes[0], Stored):
-                self._index.store(self._replica.id, tier, keys[begin:end], parents[begin:end])
+                told, before = keys[begin:end], parents[begin:end]
+                self._index.store(self._replica.id, tier, told, before, snapshot=self._next_part is not None)
             else:
                 self._index.remove(self._replica.id, tier, keys[begin:end])
             await self._turns.pass_on()

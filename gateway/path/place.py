@@ -84,8 +84,7 @@ class Place:
             exchange.ticket = None
         if exchange.claim is not None:
             if answered:
-                usage = exchange.usage
-                self._placer.answered(exchange.claim, usage.prompt_tokens + usage.completion_tokens if usage else 0)
+                self._placer.answered(exchange.claim)
             else:
                 self._placer.release(exchange.claim)
             exchange.claim = None

@@ -6,7 +6,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
-from gateway.placement.eviction_order import Segment
 from gateway.placement.holders import Change
 from kvstore.messages import Tier
 
@@ -14,7 +13,7 @@ from kvstore.messages import Tier
 class Claim:
     """One placed prompt that is not reported yet. Made by `PendingClaims.claim`; `live` until released in any way."""
 
-    __slots__ = ("deadline", "fresh_units", "keys", "live", "replica", "segment")
+    __slots__ = ("deadline", "fresh_units", "keys", "live", "replica")
 
     def __init__(self, replica: str, keys: Sequence[int], fresh_units: int, deadline: float) -> None:
         self.replica = replica
@@ -22,8 +21,6 @@ class Claim:
         self.fresh_units = fresh_units
         self.deadline = deadline
         self.live = bool(keys)
-        self.segment: Segment | None = None
-        """Where its prompt stands in the order in which its replica evicts."""
 
 
 class PendingClaims:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 class Segment:
     """Blocks of one chain that were used together at time `at`, and by nothing since.
 
-    `keys` are those of the blocks from depth `depth` on, in blocks; `head` is the first of them. After them come
-    `answer` blocks of whatever the engine wrote, whose keys are not known. `given` ones were given up to a peer.
+    `keys` are those of the blocks from depth `depth` on, in blocks; `head` is the first of them. `given` ones were
+    given up to a peer.
     """
 
-    __slots__ = ("answer", "at", "depth", "given", "head", "keys")
+    __slots__ = ("at", "depth", "given", "head", "keys")
 
     def __init__(self, keys: Sequence[int], depth: int, at: float) -> None:
         self.keys = keys
         self.head = keys[0]
         self.depth = depth
         self.at = at
-        self.answer = 0
         self.given = False
 
     def __len__(self) -> int:
-        return len(self.keys) + self.answer
+        return len(self.keys)
 
     def common(self, path: Sequence[int]) -> int:
         """How many of its blocks are on a path that begins at depth 0."""
@@ -40,16 +39,16 @@ class Segment:
 
 
 class EvictionOrder:
-    """The LRU of one replica's cache, tails before heads, as far as this gateway's own placements tell.
+    """The LRU of one replica's cache, tails before heads, as far as it is known what was used there.
 
-    A prompt is one `Segment`, the youngest, when it is placed; what it has in common with older ones is cut off those.
+    A prompt is one `Segment`, the youngest, when it is used; what it has in common with older ones is cut off those.
     So there are few of them, however many blocks, and the end of the order is looked at without touching the rest. All
     blocks of a path are held if its last one is, so on a path a segment begins where an older one was cut; but once
-    something that a peer took over is gone, what others had after it may be left.
+    something that a peer took over is gone, or something out of turn, what others had after it may be left.
 
-    Owns the segments, oldest first but for what a peer took over, which stands before them, and finds them by the key
-    of their first block; `blocks` is their size in sum. Keys are those of whole engine blocks. Only `use`, `answered`,
-    `give_up`, `shrink` and `clear` change it, and count their `changes`.
+    Owns the segments, oldest first but for what a peer took over, which stands before them, and finds them by the keys
+    of their first and last blocks; `blocks` is their size in sum. Keys are those of whole engine blocks. Only `use`,
+    `give_up`, `drop`, `shrink` and `clear` change it, and count their `changes`.
     """
 
     def __init__(self) -> None:
@@ -57,6 +56,7 @@ class EvictionOrder:
         self.changes = 0
         self._order: OrderedDict[Segment, None] = OrderedDict()
         self._heads: dict[int, Segment] = {}
+        self._tails: dict[int, Segment] = {}
         self._torn = False
 
     def __iter__(self) -> Iterator[Segment]:
@@ -68,7 +68,7 @@ class EvictionOrder:
         depth, heads = 0, self._heads
         while depth < len(keys):
             segment = heads.get(keys[depth])
-            if segment is None:
+            if segment is None or segment.depth != depth:
                 return
             common = segment.common(keys)
             yield segment, common
@@ -78,35 +78,29 @@ class EvictionOrder:
         """How many blocks of a path are in the order, from its beginning on."""
         return sum(common for _, common in self.path(keys))
 
-    def use(self, keys: Sequence[int], at: float) -> Segment | None:
-        """A prompt with these blocks was placed; None if there are none."""
+    def ending(self, key: int) -> Segment | None:
+        """The segment of which this block is the last one."""
+        return self._tails.get(key)
+
+    def use(self, keys: Sequence[int], at: float) -> None:
+        """A prompt with these blocks is used."""
         if not keys:
-            return None
+            return
         self.changes += 1
         for segment, common in list(self._parts(keys)):
-            del self._heads[segment.head]
+            self._unlink(segment)
             self.blocks -= common
-            if common == len(segment.keys):
-                # An answer that the prompt goes on with is among its own blocks now.
-                self.blocks -= segment.answer
+            if common == len(segment):
                 del self._order[segment]
             else:
                 segment.keys = segment.keys[common:]
                 segment.head = segment.keys[0]
                 segment.depth += common
-                self._heads[segment.head] = segment
+                self._link(segment)
         youngest = Segment(keys, 0, at)
         self._order[youngest] = None
-        self._heads[youngest.head] = youngest
+        self._link(youngest)
         self.blocks += len(keys)
-        return youngest
-
-    def answered(self, segment: Segment, blocks: int) -> None:
-        """The answer to a prompt took so many blocks more; no change if the segment was cut or taken up since."""
-        if segment in self._order:
-            self.changes += 1
-            self.blocks += blocks
-            segment.answer += blocks
 
     def give_up(self, keys: Sequence[int], keep: int) -> None:
         """A peer has read this path and takes over: what one prompt used last of it goes next, but for the first `keep`
@@ -125,28 +119,39 @@ class EvictionOrder:
         if staying:
             head = given
             given = Segment(head.keys[staying:], keep, head.at)
-            given.answer, head.answer = head.answer, 0
+            self._unlink(head)
             head.keys = head.keys[:staying]
             self._order[given] = None
-            self._heads[given.head] = given
+            self._link(head)
+            self._link(given)
         given.given = True
         self._order.move_to_end(given, last=False)
+
+    def drop(self, keys: Collection[int]) -> int:
+        """These blocks have been evicted, a chain from its end on: those of them that segments end with are dropped.
+
+        Returns how many.
+        """
+        gone, before = set(keys), self.blocks
+        while self._order:
+            first = next(iter(self._order))
+            left = _left(first, gone)
+            if left < len(first):
+                self._cut(first, left)
+            if left:
+                break
+        for tail in self._tails.keys() & gone:
+            # Not the first to go, as it seemed: what is believed to go on from there need not have gone before it.
+            segment = self._tails[tail]
+            self._cut(segment, _left(segment, gone))
+            self._torn = True
+        return before - self.blocks
 
     def shrink(self, blocks: int) -> None:
         """Drops the first to go until no more than `blocks` are left."""
         while self.blocks > blocks:
-            self.changes += 1
             segment = next(iter(self._order))
-            excess = self.blocks - blocks
-            if excess < len(segment):
-                of_answer = min(segment.answer, excess)
-                segment.answer -= of_answer
-                segment.keys = segment.keys[: len(segment.keys) - (excess - of_answer)]
-                self.blocks = blocks
-            else:
-                self.blocks -= len(segment)
-                del self._order[segment], self._heads[segment.head]
-            self._torn |= segment.given
+            self._cut(segment, max(0, len(segment) - (self.blocks - blocks)))
 
     def clear(self) -> None:
         """Nothing is held any more."""
@@ -154,24 +159,57 @@ class EvictionOrder:
         self.changes += 1
         self._order.clear()
         self._heads.clear()
+        self._tails.clear()
         self._torn = False
 
     def check(self) -> None:
-        """Asserts that sizes and heads are those of the segments, that no block is in two, and that ages descend."""
+        """Asserts that sizes and ends are those of the segments, that no block is in two, and that ages descend."""
         assert self.blocks == sum(map(len, self._order))
         assert {segment.keys[0]: segment for segment in self._order} == self._heads
+        assert {segment.keys[-1]: segment for segment in self._order} == self._tails
         assert all(segment.head == segment.keys[0] for segment in self._order)
-        assert all(segment.answer >= 0 for segment in self._order)
         keys = [key for segment in self._order for key in segment.keys]
         assert len(set(keys)) == len(keys)
         places = [(not segment.given, segment.at if not segment.given else 0.0) for segment in self._order]
         assert places == sorted(places)
 
+    def _cut(self, segment: Segment, left: int) -> None:
+        """Only the first `left` blocks of it stay."""
+        self.changes += 1
+        self.blocks -= len(segment) - left
+        self._unlink(segment)
+        if left:
+            segment.keys = segment.keys[:left]
+            self._link(segment)
+        else:
+            del self._order[segment]
+        self._torn |= segment.given
+
+    def _link(self, segment: Segment) -> None:
+        self._heads[segment.head] = self._tails[segment.keys[-1]] = segment
+
+    def _unlink(self, segment: Segment) -> None:
+        # Where reports tell of chains that are none, a block may be in two segments, and be found in one of them.
+        if self._heads.get(segment.head) is segment:
+            del self._heads[segment.head]
+        if self._tails.get(segment.keys[-1]) is segment:
+            del self._tails[segment.keys[-1]]
+
     def _parts(self, keys: Sequence[int]) -> Iterator[tuple[Segment, int]]:
-        """As `path`, and those behind a gap: what was given up and is gone may have had others after it."""
+        """As `path`, and those behind a gap: what was given up and is gone may have had others after it, and so may
+        what was evicted out of turn."""
         if not self._torn:
             yield from self.path(keys)
             return
         for head in self._heads.keys() & keys:
             segment = self._heads[head]
-            yield segment, segment.common(keys)
+            if common := segment.common(keys):
+                yield segment, common
+
+
+def _left(segment: Segment, gone: Collection[int]) -> int:
+    """How many of its blocks stay when these have gone, as far as it ends with them."""
+    keys, left = segment.keys, len(segment)
+    while left and keys[left - 1] in gone:
+        left -= 1
+    return left

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import time
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from gateway.placement.eviction_order import EvictionOrder, Segment
 from gateway.placement.holders import Change
+from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import ReplicaView
+from gateway.placement.reported_uses import ReportedUses, Use
 from gateway.placement.reuse import ReuseCurve
 from kvstore.messages import Tier
 
 END_S = 1.0
 """For so long a price may be used again: what stands at the end of an order has been idle for much longer."""
 
+LOOK_UPS = 64
+"""After so many the rest of what was reported waits for the next report or request. A use takes 1 to 4, and 10 to 20
+us; one after 2,000 blocks which were stored one by one, and never used as a whole, 5 ms (`benchmarks/index.py`)."""
+
+MOST_PIECES = 4_096
+"""A chain in more pieces than this is not followed to its beginning."""
+
 
 class _Cache:
-    """What is believed of one replica's cache: the order of what was placed there, after `before` blocks that are older
-    than the first of it, which came at `since`."""
+    """What is believed of one replica's cache: the order of what was used there, after `before` blocks that are older
+    than the first of it, which came at `since`. `room` as far as known."""
 
-    __slots__ = ("before", "end", "order", "since")
+    __slots__ = ("before", "end", "order", "room", "since")
 
     def __init__(self, before: int, since: float) -> None:
         self.order = EvictionOrder()
         self.before = before
         self.since = since
+        self.room = 0
         self.end: _End | None = None
 
 
@@ -74,19 +85,26 @@ class Evictions:
     """Knows what a replica's cache gives up next, and prices it.
 
     The price of a block is the chance that it is used again, given how long it has been idle (`ReuseCurve`), times the
-    effort of computing it again at its depth. Which blocks go is known from this gateway's own placements
-    (`EvictionOrder`), and how many from reports: an order is no longer than what the replica holds and was promised.
-    Of what it holds beyond, that which was there before goes first; the rest is taken to be of the same ages as what
-    was placed, so that the order is a sample of the cache.
+    effort of computing it again at its depth. Which blocks go is known from this gateway's own placements and from what
+    replicas report to have stored for anybody (`ReportedUses`), in the order of use (`EvictionOrder`); how many, from
+    reports alone: an order is no longer than what the replica holds and was promised. Of what it holds beyond, that
+    which was there before goes first; the rest is taken to be of the same ages as what was used, so that the order is a
+    sample of the cache. The chances are learned from own placements: those are a sample of all.
 
-    Owns an order for each replica and the curve of all, and listens to the index. Only `used`, `answered`, `fetched`
-    and `forget` change what is believed; the other questions drop what reports say has gone. Memory: 8 bytes for each
-    block that a replica has room for, and about 10 MB of the curve's.
+    A placement is believed at once; when its replica reports it, it counts as used again: an engine, too, ranks a
+    prompt by when it was done with it.
+
+    Owns an order for each replica, the uses that are to be taken up and the curve of all, and listens to the index.
+    Only `used`, `fetched`, `forget`, reports and `catch_up` change what is believed; the other questions drop what
+    reports say has gone. Memory: 8 bytes for each block that a replica has room for, about 10 MB of the curve's, and
+    the few MB that `ReportedUses` may take.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float] = time.monotonic) -> None:
         self.reuse = ReuseCurve()
+        self._index = index
         self._clock = clock
+        self._uses = ReportedUses()
         self._caches: dict[str, _Cache] = {}
 
     def price(self, view: ReplicaView, blocks: Sequence[int], new: int, pending: int) -> float:
@@ -152,8 +170,8 @@ class Evictions:
             return cached
         return min(cached, cache.order.held(blocks))
 
-    def used(self, view: ReplicaView, blocks: Sequence[int]) -> Segment | None:
-        """A prompt with these whole blocks is placed on `view`; what is returned is for `answered`."""
+    def used(self, view: ReplicaView, blocks: Sequence[int]) -> None:
+        """A prompt with these whole blocks is placed on `view`."""
         now = self._clock()
         held, last = 0, now
         for each in self._caches.values():
@@ -165,18 +183,19 @@ class Evictions:
                 held, last = depth, at
         self.reuse.observe(blocks, view.block_tokens, held, now - last, now)
         if not view.capacity_blocks:
-            return None
+            return
         cache = self._caches.get(view.id)
         if cache is None:
             cache = self._caches[view.id] = _Cache(view.held_blocks, now)
-        segment = cache.order.use(blocks[: view.capacity_blocks], now)
+        cache.room = view.capacity_blocks
+        cache.order.use(blocks[: view.capacity_blocks], now)
         cache.order.shrink(view.capacity_blocks)
-        return segment
 
-    def answered(self, replica: str, segment: Segment, blocks: int) -> None:
-        """The engine wrote so many whole blocks after a prompt."""
-        if (cache := self._caches.get(replica)) is not None:
-            cache.order.answered(segment, blocks)
+    def catch_up(self) -> None:
+        """Takes up what replicas have reported to have used, the first first, a little at a time."""
+        now, left = self._clock(), LOOK_UPS
+        while left > 0 and (use := self._uses.next(now)) is not None:
+            left -= 1 + self._take_up(use, now)
 
     def fetched(self, view: ReplicaView, blocks: Sequence[int], keep: int) -> None:
         """A peer reads these blocks from `view`, which then gives them up, but for the first `keep`."""
@@ -186,6 +205,7 @@ class Evictions:
     def forget(self, replica: str) -> None:
         """Its cache is empty, or it left."""
         self._caches.pop(replica, None)
+        self._uses.forget(replica)
 
     def replica_added(self, replica: str, bit: int) -> None:
         """Index listener: nothing is known of it yet."""
@@ -195,17 +215,56 @@ class Evictions:
         self.forget(replica)
 
     def holders_changed(self, change: Change) -> None:
-        """Index listener: what a replica loses is first what it had before."""
-        if not change.gained and change.tier is Tier.HBM:
+        """Index listener: what a replica evicts and was not used is of what it had before; what it stores was used."""
+        if change.tier is not Tier.HBM:
+            return
+        if not change.gained:
             cache = self._caches.get(change.replica)
             if cache is not None:
-                cache.before = max(0, cache.before - len(change.keys))
+                dropped = cache.order.drop(change.keys.tolist()) if change.just_now else 0
+                cache.before = max(0, cache.before - (len(change.keys) - dropped))
+        elif change.parents is not None:
+            self._uses.stored(change.replica, change.keys, change.parents, self._clock())
+            self.catch_up()
 
     def check(self) -> None:
-        """Asserts the laws of all orders."""
+        """Asserts the laws of all orders, and of the uses that wait."""
+        self._uses.check()
         for cache in self._caches.values():
             cache.order.check()
             assert cache.before >= 0
+
+    def _take_up(self, use: Use, now: float) -> int:
+        """The whole chain was used; returns how many look-ups it took to find its beginning."""
+        replica, key, keys = use
+        held = self._index.held_blocks(replica, Tier.HBM)
+        if not self._index.holder_mask(keys[-1]) & self._index.bit(replica):
+            return 0  # gone again
+        cache = self._caches.get(replica)
+        if cache is None:
+            cache = self._caches[replica] = _Cache(held, now)
+        parts: list[Sequence[int]] = [keys]
+        size = len(keys)
+        while key:
+            segment = cache.order.ending(key)
+            before: int | None
+            if segment is not None:
+                # A chain may be scattered over the index's rows; what was known of it before takes one look-up.
+                parts.append(segment.keys)
+                before = self._index.parent(segment.head, replica) if segment.depth else 0
+            else:
+                stretch, before = self._index.stretch(key, replica)
+                parts.append(array("Q", stretch.tobytes()))
+            size += len(parts[-1])
+            if before is None or not parts[-1] or size > held or len(parts) == MOST_PIECES:
+                return len(parts)  # its beginning is not known any more, or it has none
+            key = before
+        path = array("Q")
+        for part in reversed(parts):
+            path.extend(part)
+        cache.order.use(path, now)
+        cache.order.shrink(max(cache.room, held))
+        return len(parts)
 
 
 def _chance(reuse: ReuseCurve, segment: Segment, now: float) -> float:

@@ -18,7 +18,9 @@ class Change(NamedTuple):
     """Blocks, each once, that one replica got (`gained`) or lost in one tier.
 
     `others` are their holders in that tier besides `replica`, before and after: pairs of a word's number and an array
-    of that word of every block's holder set, words without any left out. Arrays are valid during the call.
+    of that word of every block's holder set, words without any left out. `just_now` the replica has stored or evicted
+    them; not so what a snapshot tells of, what is lost with the reports, and what the index drops for lack of room.
+    `parents` are the keys of the blocks before those stored just now. Arrays are valid during the call.
     """
 
     replica: str
@@ -27,6 +29,8 @@ class Change(NamedTuple):
     gained: bool
     keys: Keys
     others: Sequence[tuple[int, Keys]]
+    just_now: bool = False
+    parents: Keys | None = None
 
 
 class HoldersListener(Protocol):

@@ -102,14 +102,26 @@ class Holdings:
 
     # changes
 
-    def store(self, replica: str, tier: Tier, keys: Iterable[int] | Keys, parents: Iterable[int] | Keys) -> None:
-        """Blocks that `replica` now holds; held ones are no change. `parents` is as long as `keys` (ValueError)."""
+    def store(
+        self,
+        replica: str,
+        tier: Tier,
+        keys: Iterable[int] | Keys,
+        parents: Iterable[int] | Keys,
+        *,
+        snapshot: bool = False,
+    ) -> None:
+        """Blocks that `replica` now holds; held ones are no change. `parents` is as long as `keys` (ValueError).
+
+        With `snapshot` it may have held them for long.
+        """
         share = self._shares[replica]
         keys, parents = as_keys(keys), as_keys(parents)
         if keys.size != parents.size:
             raise ValueError(f"{keys.size} keys but {parents.size} parents")
         for begin in range(0, keys.size, PIECE_BLOCKS):
-            self._store(replica, share, tier, keys[begin : begin + PIECE_BLOCKS], parents[begin : begin + PIECE_BLOCKS])
+            end = begin + PIECE_BLOCKS
+            self._store(replica, share, tier, keys[begin:end], parents[begin:end], snapshot)
 
     def remove(self, replica: str, tier: Tier, keys: Iterable[int] | Keys) -> None:
         """Blocks that `replica` holds no more in `tier`; ones it did not hold are no change."""
@@ -139,7 +151,7 @@ class Holdings:
                 if not share.counts[tier]:
                     break
 
-    def _store(self, replica: str, share: Share, tier: Tier, keys: Keys, parents: Keys) -> None:
+    def _store(self, replica: str, share: Share, tier: Tier, keys: Keys, parents: Keys, snapshot: bool) -> None:
         if np.count_nonzero(keys) != keys.size:
             named = keys != 0
             keys, parents = keys[named], parents[named]
@@ -166,7 +178,7 @@ class Holdings:
                 self._alternate(share, keys[differ], parents[differ])
         share.counts[tier] += rows.size
         share.sums[tier] += int(np.add.reduce(keys))
-        self._tell(replica, share, tier, True, keys, rows, others)
+        self._tell(replica, share, tier, True, keys, rows, others, not snapshot, None if snapshot else parents)
 
     def _remove(self, replica: str, share: Share, tier: Tier, keys: Keys) -> None:
         rows, slots = self._blocks.table.locate(keys)
@@ -183,10 +195,18 @@ class Holdings:
             rows, once = np.unique(rows, return_index=True)
             keys, slots = keys.take(once), slots.take(once)
         if rows.size:
-            self._lose(replica, share, tier, keys, rows, slots)
+            self._lose(replica, share, tier, keys, rows, slots, just_now=True)
 
     def _lose(
-        self, replica: str, share: Share, tier: Tier, keys: Keys, rows: Rows, slots: Places | None = None
+        self,
+        replica: str,
+        share: Share,
+        tier: Tier,
+        keys: Keys,
+        rows: Rows,
+        slots: Places | None = None,
+        *,
+        just_now: bool = False,
     ) -> None:
         """The one way in which a replica loses blocks, each of which it holds."""
         blocks = self._blocks
@@ -200,7 +220,7 @@ class Holdings:
             for other in Tier:
                 elsewhere |= blocks.masks(other, share.word, rows) & share.mask != 0
             self._alternates.drop(share, keys[~elsewhere])
-        self._tell(replica, share, tier, False, keys, rows, left)
+        self._tell(replica, share, tier, False, keys, rows, left, just_now)
         bare = (left == 0).nonzero()[0]
         if len(blocks.planes) > 1:
             bare = bare.take(blocks.unheld(rows.take(bare)))
@@ -209,10 +229,21 @@ class Holdings:
         elif bare.size:
             blocks.drop(rows.take(bare), None if slots is None else slots.take(bare))
 
-    def _tell(self, replica: str, share: Share, tier: Tier, gained: bool, keys: Keys, rows: Rows, others: Keys) -> None:
+    def _tell(
+        self,
+        replica: str,
+        share: Share,
+        tier: Tier,
+        gained: bool,
+        keys: Keys,
+        rows: Rows,
+        others: Keys,
+        just_now: bool,
+        parents: Keys | None = None,
+    ) -> None:
         if self._listeners:
             sets = [(share.word, others), *self._blocks.others(tier, share.word, rows)]
-            change = Change(replica, share.bit, tier, gained, keys, sets)
+            change = Change(replica, share.bit, tier, gained, keys, sets, just_now, parents)
             for listener in self._listeners:
                 listener.holders_changed(change)
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
+from gateway.placement.column import Keys
 from gateway.placement.holders import WORD, words
 from gateway.placement.holdings import DEFAULT_BYTES, Holdings
 from gateway.placement.walk import SHORT, Chain, Runs, ends, short_ends
 from kvstore.messages import Tier
+
+STRETCH = 1024
+"""Rows that are looked at together when a chain is followed upwards."""
 
 
 class PrefixIndex(Holdings):
@@ -93,6 +99,27 @@ class PrefixIndex(Holdings):
                     for blocks, gone in ends(pool, with_pool):
                         self._note(found.served, word, gone, blocks * units)
         return found
+
+    def stretch(self, key: int, replica: str) -> tuple[Keys, int]:
+        """Some blocks of the chain that ends with block `key`, the last ones, and the key of the block before them.
+
+        As many as stand in rows one after another, where a chain is that was stored at once; none when nobody holds
+        `key`. Parents are those of `replica`, as in `parent`.
+        """
+        row = self._blocks.table.find_one(key) if key else 0
+        if not row:
+            return np.zeros(0, np.uint64), 0
+        if self._shares[replica].alternates:
+            return np.array([key], np.uint64), self.parent(key, replica) or 0
+        keys, parents = self._blocks.table.keys, self._blocks.parents
+        first = row
+        if (parent := parents.at[row]) and keys.at[row - 1] == parent:
+            begin = max(1, row - STRETCH)
+            before = parents.values[begin + 1 : row + 1]
+            apart = ((keys.values[begin:row] != before) | (before == 0))[::-1]
+            at = int(apart.argmax())
+            first = row - (at if apart[at] else apart.size)
+        return keys.values[first : row + 1], int(parents.at[first])
 
     def _groups(self, block_units: Mapping[str, int]) -> dict[int, dict[int, int]]:
         """Words of the known replicas, by their block size in units. One fleet is asked for again and again."""

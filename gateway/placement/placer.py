@@ -73,7 +73,7 @@ class Placer:
         self.traffic = AdaptiveKey(self.settings)
         self.pending = PendingClaims(self.settings.pending_ttl_s, clock, grace_s=self.settings.report_grace_s)
         self.learned = LearnedClaims(self.settings.learned_ttl_s, clock)
-        self.evictions = Evictions(clock)
+        self.evictions = Evictions(index, clock)
         self._cost = CostModel(self.settings)
         self._known: dict[str, ReplicaView] = {}
         self._keyless = 0
@@ -96,6 +96,7 @@ class Placer:
         that are left, so that a replica that failed does not lower the mean. Without `fetch` nothing is to be fetched.
         """
         self.pending.expire()
+        self.evictions.catch_up()
         keys, tokens = identity.keys, identity.tokens
         options, runs = self._options(identity, views)
         usable = []
@@ -175,23 +176,15 @@ class Placer:
             self.learned.record(placement.replica, keys, units or self.settings.learned_units)
             return self.pending.claim(placement.replica, ())
         held = self.index.match(keys, {view.id: view.block_units}, use=True).get(view.id, 0)
-        segment = self.evictions.used(view, _blocks(view, keys))
+        self.evictions.used(view, _blocks(view, keys))
         if (plan := placement.fetch) is not None and plan.counted and (source := self._known.get(plan.source)):
             blocks = _blocks(source, keys)[: plan.blocks]
             self.evictions.fetched(source, blocks, placement.hot_units // source.block_units)
-        claim = self.pending.claim(placement.replica, keys, held, view.block_units)
-        claim.segment = segment
-        return claim
+        return self.pending.claim(placement.replica, keys, held, view.block_units)
 
-    def answered(self, claim: Claim, tokens: int = 0) -> None:
-        """The request of a claim was answered in full, with prompt and answer of `tokens` together (0: not known): the
-        prefix is there, whether it is reported yet or not."""
+    def answered(self, claim: Claim) -> None:
+        """The request of a claim was answered in full: the prefix is there, whether it is reported yet or not."""
         self.pending.settle(claim)
-        view = self._known.get(claim.replica)
-        if claim.segment is not None and view is not None:
-            blocks = (tokens - 1) // view.block_tokens - claim.segment.depth - len(claim.segment)
-            if blocks > 0:
-                self.evictions.answered(claim.replica, claim.segment, blocks)
 
     def release(self, claim: Claim) -> None:
         """Ends what `placed` began; a claim that is over already is no error."""

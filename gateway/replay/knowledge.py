@@ -33,7 +33,9 @@ class Knowledge:
     the request that all questions are about; `learn` tells it of a placement, by whichever gateway.
     """
 
-    def __init__(self, fleet: Fleet, gateway: int, on_report: Callable[[int, Stored], None] | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, gateway: int, on_report: Callable[[float, int, Stored], None] | None = None
+    ) -> None:
         scenario, workload = fleet.scenario, fleet.workload
         self.fleet = fleet
         self.gateway = gateway
@@ -132,9 +134,9 @@ class Knowledge:
     def _read_reports(self, until: float) -> None:
         reports, held = self._reports, self.fleet.caches.held
         while reports and reports[0].at <= until:
-            _, replica, _, stored = reports.popleft()
+            at, replica, _, stored = reports.popleft()
             if self._on_report is not None:
-                self._on_report(replica, stored)
+                self._on_report(at + self._delay_s, replica, stored)
             if self._delay_s:
                 # Where a block has come or gone again since, a later report or a placement of its own says so.
                 bit, table = 1 << replica, self._table

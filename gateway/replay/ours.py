@@ -107,12 +107,14 @@ class Ours(Policy):
             )
             self._later(outcome.task.prefill_end, seen)
 
-    def reported(self, replica: int, stored: Stored) -> None:
+    def reported(self, at: float, replica: int, stored: Stored) -> None:
         """A replica's report has arrived."""
+        self._catch_up(at)
         name, keys, parents = self._ids[replica], self._keys, self._parents
         gone = array("Q", [keys[number] for number in stored.evicted])
-        new = array("Q", [keys[number] for number in stored.added])
-        before = array("Q", [keys[parents[number]] if parents[number] >= 0 else ROOT_PARENT for number in stored.added])
+        added = stored.added[::-1]  # engines report a chain from its beginning
+        new = array("Q", [keys[number] for number in added])
+        before = array("Q", [keys[parents[number]] if parents[number] >= 0 else ROOT_PARENT for number in added])
         for tier in self._tiers:
             self._index.remove(name, tier, gone)
             self._index.store(name, tier, new, before)

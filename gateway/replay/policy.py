@@ -28,5 +28,5 @@ class Policy:
     def placed(self, known: Knowledge, choice: Choice, outcome: Outcome) -> None:
         """What becomes of it. A policy must not act on what lies in the future before its time has come."""
 
-    def reported(self, replica: int, stored: Stored) -> None:
-        """What a replica took in and let go."""
+    def reported(self, at: float, replica: int, stored: Stored) -> None:
+        """What a replica took in and let go, told at this time."""

@@ -242,6 +242,7 @@ class Watch:
         self.turns = 0
         self.gateway = gateway
         self.changes: list[tuple[bool, int, bool]] = []
+        self.just_now: list[list[int]] = []
         self.turns_at: list[int] = []
 
     def replica_added(self, replica: str, bit: int) -> None: ...
@@ -250,6 +251,8 @@ class Watch:
 
     def holders_changed(self, change: holders.Change) -> None:
         self.changes.append((change.gained, change.keys.size, self.gateway.replica.reporting))
+        if change.parents is not None:
+            self.just_now.append(change.keys.tolist())
         self.turns_at.append(self.turns)
 
     async def take_turns(self) -> None:
@@ -289,6 +292,18 @@ async def test_deltas_that_arrive_together_are_applied_together_and_in_order() -
         await gateway.reports([10, 12, 13])
         assert watch.changes == [(True, 3, True), (False, 1, True), (True, 1, True)]
         assert gateway.stream.losses == {}
+
+
+async def test_only_what_deltas_tell_is_said_to_be_stored_just_now() -> None:
+    async with pair() as (agent, gateway):
+        watch = Watch(gateway)
+        gateway.index.add_listener(watch)
+        agent.say(delta(1, 1, stored(10, 11)), beat(1, 1, (Tier.HBM, [10, 11])))
+        await gateway.reports([10, 11])
+        agent.say(snapshot(2, 0, [10], last=False), snapshot(2, 0, [11, 12], part=1), delta(2, 1, stored(13)))
+        agent.say(beat(2, 1, (Tier.HBM, [10, 11, 12, 13])))
+        await gateway.reports([10, 11, 12, 13])
+        assert watch.just_now == [[10, 11], [13]]
 
 
 async def test_nothing_is_credited_before_a_snapshot_is_whole() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.placement.eviction_order import EvictionOrder
 from gateway.placement.evictions import Evictions
+from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.placement.reuse import PRIOR_CHANCE, ReuseCurve
 
@@ -52,21 +53,33 @@ class NaiveOrder:
                 self.lru.move_to_end(key, last=False)
                 self.given.add(key)
 
+    def drop(self, gone: set[int]) -> int:
+        before = len(self.lru)
+        ends: set[tuple[float, bool]] = set()
+        for key, at in list(self.lru.items()):
+            segment = at, key in self.given
+            if key not in gone:
+                ends.add(segment)
+            elif segment not in ends:
+                del self.lru[key]
+                self.given.discard(key)
+        return before - len(self.lru)
+
     def shrink(self, blocks: int) -> None:
         while len(self.lru) > blocks:
             self.given.discard(self.lru.popitem(last=False)[0])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_all(seed):
+@pytest.mark.parametrize(("seed", "giving"), [(0, True), (1, True), (2, False), (3, False)])
+def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_all(seed, giving):
     rng = random.Random(seed)
     order, naive = EvictionOrder(), NaiveOrder()
-    given = 0
+    given = dropped = 0
     for step in range(900):
         # Few numbers, so that paths branch everywhere and come again.
         path = _keys(*(rng.randrange(3) for _ in range(rng.randrange(12))))
         assert order.held(path) == naive.held(path)
-        if rng.random() < 0.3:
+        if giving and rng.random() < 0.3:
             keep = rng.choice((0, 0, 2))
             order.give_up(path, keep)
             naive.give_up(path, keep)
@@ -78,25 +91,28 @@ def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_al
             size = rng.randrange(80)
             order.shrink(size)
             naive.shrink(size)
+        if rng.random() < 0.3:
+            # The first to go, and others.
+            gone = [*list(naive.lru)[: rng.randrange(9)], *rng.sample(list(naive.lru), min(len(naive.lru), 9))]
+            count = naive.drop(set(gone))
+            assert order.drop(gone) == count
+            dropped += count
         order.check()
         flat = [(key, segment.at) for segment in order for key in reversed(segment.keys)]
         assert flat == list(naive.lru.items())
         assert {key for segment in order if segment.given for key in segment.keys} == naive.given
-    assert given > 100
+    assert (given > 100) is giving
+    assert dropped > 1000
 
 
-def test_an_answer_goes_before_its_prompt_and_is_taken_up_by_the_next_turn():
+def test_a_segment_is_found_by_its_last_block_and_nothing_is_left_once_it_is_cleared():
     order = EvictionOrder()
-    first = order.use(_keys(1, 2, 3), 1.0)
-    order.answered(first, 2)
-    assert order.blocks == 5
-    order.shrink(4)
-    assert (order.held(_keys(1, 2, 3)), first.answer) == (3, 1)
-    order.use(_keys(1, 2, 3, 4, 5), 2.0)
-    assert order.blocks == 5
-    order.answered(first, 7)
-    assert order.blocks == 5, "that prompt is part of another by now"
-    order.check()
+    order.use(_keys(1, 2, 3), 1.0)
+    order.use(_keys(1, 5), 2.0)
+    rest = order.ending(_keys(1, 2, 3)[-1])
+    assert rest is not None
+    assert (list(rest.keys), rest.depth) == (list(_keys(1, 2, 3)[1:]), 1)
+    assert order.ending(_keys(1)[-1]) is None, "in the middle of the youngest"
     order.clear()
     order.check()
     assert (order.blocks, order.held(_keys(1))) == (0, 0)
@@ -115,7 +131,7 @@ def _view(**fields: object) -> ReplicaView:
 
 
 def test_blocks_for_which_there_is_room_are_free():
-    evictions = Evictions(Clock())
+    evictions = Evictions(PrefixIndex(), Clock())
     assert evictions.price(_view(held_blocks=6), _keys(1), 4, 0) == 0
     assert evictions.price(_view(held_blocks=6), _keys(1), 5, 0) == 16 * PRIOR_CHANCE
     assert evictions.price(_view(held_blocks=6), _keys(1), 4, 3) == 3 * 16 * PRIOR_CHANCE, "others come first"
@@ -124,7 +140,7 @@ def test_blocks_for_which_there_is_room_are_free():
 
 
 def test_what_is_computed_again_at_its_depth_costs_more_and_the_prompts_own_blocks_nothing():
-    evictions = Evictions(Clock())
+    evictions = Evictions(PrefixIndex(), Clock())
     old, new = _keys(*range(6)), _keys(*range(10, 14))
     evictions.used(_view(), old)
     evictions.used(_view(), new)
@@ -139,7 +155,7 @@ def test_what_is_computed_again_at_its_depth_costs_more_and_the_prompts_own_bloc
 
 def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_known():
     clock = Clock()
-    evictions = Evictions(clock)
+    evictions = Evictions(PrefixIndex(), clock)
     evictions.used(_view(held_blocks=4), _keys(1, 2))
     full = _view(held_blocks=10, attention=0.1)
     assert evictions.price(full, _keys(9), 4, 0) == pytest.approx(4 * 16 * PRIOR_CHANCE)
@@ -150,7 +166,7 @@ def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_kn
 
 def test_what_a_peer_read_goes_first_and_costs_nothing_if_the_replica_yields():
     clock = Clock()
-    evictions = Evictions(clock)
+    evictions = Evictions(PrefixIndex(), clock)
     old, new = _keys(*range(5)), _keys(*range(10, 15))
     evictions.used(_view(), old)
     clock.now = 9.0
@@ -169,7 +185,7 @@ def test_what_a_peer_read_goes_first_and_costs_nothing_if_the_replica_yields():
 
 
 def test_a_prompt_that_others_will_push_out_is_not_counted_on():
-    evictions = Evictions(Clock())
+    evictions = Evictions(PrefixIndex(), Clock())
     old, new = _keys(*range(6)), _keys(*range(10, 18))
     evictions.used(_view(), old)
     evictions.used(_view(held_blocks=6), new)

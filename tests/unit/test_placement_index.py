@@ -57,6 +57,16 @@ class NaiveIndex:
         return {replica for replica, held in self.held.items() if (tier, key) in held}
 
 
+def _assert_follows(index, naive, replica, key):
+    """A stretch is a part of the chain that ends with `key`, and says where the rest goes on."""
+    stretch, before = index.stretch(key, replica)
+    keys = stretch.tolist()
+    assert keys[-1] == key
+    parents = {key: parent for (_, key), parent in naive.held[replica].items()}
+    for parent, key in zip([before, *keys], keys, strict=False):
+        assert parents.get(key, parent) == parent
+
+
 def _documents(rng: random.Random, count: int) -> list[array]:
     """Unit keys of prompts that share prefixes of random length."""
     prompts: list[list[int]] = [[rng.randrange(1000) for _ in range(16 * rng.randrange(1, 30))]]
@@ -111,6 +121,7 @@ def test_it_equals_a_naive_twin_under_random_changes(seed):
                 assert index.held_blocks(other) == len(held)
                 for (held_tier, key), parent in list(held.items())[:20]:
                     assert index.parent(key, other) == parent
+                    _assert_follows(index, naive, other, key)
                     assert set(index.holders(key, held_tier)) == naive.holders(key, held_tier)
             live = {place: mask for place, mask in recorder.masks.items() if mask}
             assert live == {(t, k): index.holder_mask(k, t) for held in naive.held.values() for t, k in held}
@@ -119,6 +130,44 @@ def test_it_equals_a_naive_twin_under_random_changes(seed):
     index.check()
     assert index.replicas() == []
     assert len(index) == 0
+
+
+def test_a_chain_is_followed_in_stretches_as_long_as_its_rows_are_consecutive(monkeypatch):
+    monkeypatch.setattr("gateway.placement.index.STRETCH", 8)
+    index = PrefixIndex()
+    index.add_replica("a")
+    chain = list(range(100, 120))
+    index.store("a", Tier.HBM, chain, [ROOT_PARENT, *chain[:-1]])
+    index.store("a", Tier.HBM, [7], [ROOT_PARENT])
+    index.store("a", Tier.HBM, [200, 201], [110, 200])
+    assert [part if isinstance(part, int) else part.tolist() for part in index.stretch(119, "a")] == [
+        list(range(111, 120)),
+        110,
+    ]
+    assert index.stretch(201, "a")[0].tolist() == [200, 201]
+    assert index.stretch(201, "a")[1] == 110, "in the middle of another"
+    assert index.stretch(103, "a")[0].tolist() == [100, 101, 102, 103]
+    assert index.stretch(103, "a")[1] == ROOT_PARENT
+    assert index.stretch(7, "a")[0].tolist() == [7], "the row before it is of another chain"
+    assert index.stretch(5, "a")[0].size == 0
+    index.remove("a", Tier.HBM, [106])
+    assert index.stretch(108, "a")[0].tolist() == [107, 108]
+    assert index.stretch(108, "a")[1] == 106
+
+
+def test_listeners_are_told_parents_of_what_is_stored_just_now():
+    index, told = PrefixIndex(), []
+
+    class Listener(Picture):
+        def holders_changed(self, change):
+            told.append((change.gained, None if change.parents is None else change.parents.tolist()))
+
+    index.add_listener(Listener())
+    index.add_replica("a")
+    index.store("a", Tier.HBM, [1, 2], [ROOT_PARENT, 1], snapshot=True)
+    index.store("a", Tier.HBM, [1, 2, 3, 3], [ROOT_PARENT, 1, 2, 2])
+    index.remove("a", Tier.HBM, [3])
+    assert told == [(True, None), (True, [2]), (False, None)]
 
 
 def test_an_orphan_block_is_no_hit_until_its_chain_is_known():

@@ -287,15 +287,3 @@ def test_what_is_about_to_be_evicted_is_not_predicted(placer, index):
     # The other 100 blocks are on their way, and push out the last 50 of these.
     assert place(old, 100)[0].predicted_cached_tokens == 800
     placer.check()
-
-
-def test_an_answer_takes_room_as_well(placer, index):
-    identity = _prompt(1, 1600)
-    room = {"replica_0": {"capacity_blocks": 150, "held_blocks": 0}}
-    placement = placer.place(identity, _views(**room), pinned="replica-0")
-    placer.answered(placer.placed(placement, identity), 1600 + 321)
-    _hold(index, "replica-0", identity.keys)
-    full = {"replica_0": {"capacity_blocks": 150, "held_blocks": 120}}
-    other = placer.place(_prompt(2, 800), _views(**full), pinned="replica-0")
-    (candidate,) = [each for each in other.candidates if each.replica == "replica-0"]
-    assert candidate.eviction_s == pytest.approx(2 * 0.25 * 20 * 0.016), "20 blocks of an answer, as good as any"
