@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
+from kvstore.http_transport import HttpTransport
 from replica_agent.errors import EngineSilent, EngineUnreachable
 from replica_agent.load import EngineMetrics, parse_metrics
 
@@ -55,7 +56,7 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
-            verify=True if tls is None else tls,
+            transport=HttpTransport(verify=True if tls is None else tls, trust_env=False),
             timeout=deadline_s,
             trust_env=False,
         )

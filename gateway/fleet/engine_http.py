@@ -7,6 +7,7 @@ import ssl
 import httpx
 
 from gateway.fleet.replica import Replica
+from kvstore.http_transport import HttpTransport
 
 
 class EngineHttp:
@@ -40,7 +41,8 @@ class EngineHttp:
         if client is None:
             verify = True if access.tls is None else access.tls
             limits = httpx.Limits(max_connections=None)
-            client = self._clients[access.tls] = httpx.AsyncClient(verify=verify, trust_env=False, limits=limits)
+            transport = HttpTransport(verify=verify, trust_env=False, limits=limits)
+            client = self._clients[access.tls] = httpx.AsyncClient(transport=transport, trust_env=False)
         headers = [*access.headers, (b"content-type", b"application/json")] if body is not None else access.headers
         return await client.request(
             method,
