@@ -33,7 +33,9 @@ LINK = LinkEstimate(FETCH_LATENCY_S, 25e9)
 CASES: dict[str, tuple[bool, dict[str, object]]] = {
     "perfect": (False, {}),
     "late": (False, LATE),
+    "late, found to be alike": (False, {**LATE, "alike": False}),
     "late, fetch": (False, {**LATE, "link": LINK}),
+    "late, fetch, copies kept": (False, {**LATE, "link": LINK, "keeps_copies": True}),
     "late, spread": (True, LATE),
     "late, spread, 4 gateways": (True, {**LATE, "gateways": 4}),
 }

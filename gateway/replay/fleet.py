@@ -141,6 +141,6 @@ class Fleet:
         fetch_s = physics.fetch_s(extra, link)
         if extra <= 0 or fetch_s >= physics.prefill_s(extra, cached):
             return 0, self.now
-        if choice.fetch is not None:
+        if choice.fetch is not None and not self.scenario.keeps_copies:
             self.caches.give_up(choice.fetch.source, chain[choice.fetch.keep : reach])
         return extra, self.now + fetch_s

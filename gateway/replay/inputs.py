@@ -37,6 +37,7 @@ def read_scenario(options: argparse.Namespace, *, live: bool) -> Scenario:
         report_delay_s=amount("--report-delay", options.report_delay, below=3600),
         estimate_error=amount("--estimate-error", options.estimate_error, below=10),
         link=LinkEstimate(FETCH_LATENCY_S, gigabytes_per_s * 1e9) if gigabytes_per_s else None,
+        keeps_copies=options.keep_copies,
     )
 
 

@@ -90,9 +90,13 @@ class Knowledge:
 
     def prefill_s(self, replica: int, past: int) -> float:
         """Estimated seconds of computing the prompt after `past` tokens, while nothing decodes."""
-        return self.physics.prefill_s(self.tokens - past, past) * self.factor(replica)
+        return self.physics.prefill_s(self.tokens - past, past) * self._factor(replica)
 
-    def factor(self, replica: int) -> float:
+    def token_s(self, replica: int) -> float:
+        """The same of one token at a prompt's beginning: the pace at which a replica is taken to work."""
+        return self.physics.prefill_s(1, 0) * self._factor(replica)
+
+    def _factor(self, replica: int) -> float:
         """How far estimates for this request on a replica are off. Nobody can know it; `prefill_s` has it in it."""
         return self.fleet.bias[replica] * self.fleet.noise[self.request]
 

@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--report-delay", default="0", metavar="S", help="age of what gateways are told (default 0; 0.25 is usual)")
     add("--estimate-error", default="0", metavar="SIGMA", help="lognormal error of estimates (default 0; try 0.3)")
     add("--fetch-gigabytes-per-s", default="0", metavar="X", help="replicas read KV from peers at this rate; 0: never")
+    add("--keep-copies", action="store_true", help="what a peer has read is not the first to be evicted at its source")
     add("--sessions-per-replica", default="0", metavar="N", help="a sample of so many sessions for each replica")
     add("--seed", default="0", metavar="N", help="of the sample, the hashes and the errors (default 0)")
     add("--spread-timestamps", action="store_true", help="spread requests that a coarse clock put at one instant")

@@ -67,7 +67,8 @@ class Ours(Policy):
         self._nominal = 1 / scenario.physics.prefill_s(1, 0)
         self._attention = scenario.physics.attention
         self.speed = FleetSpeed(self._nominal)
-        self._level: list[float] = []
+        self._keeps_copies = scenario.keeps_copies
+        self._level = [] if scenario.alike else [1.0] * scenario.replicas
         self._coming: list[tuple[float, int, Claim | Prefill]] = []
         self._count = count()
         self._placed: tuple[Placement, PromptIdentity] | None = None
@@ -142,7 +143,7 @@ class Ours(Policy):
         """What the gateway tells its placer of a replica: queue and speed in seconds as it estimates them."""
         name = self._ids[replica]
         fitted = self._alike(known)[replica] * self._nominal / self.speed.of(name)
-        tokens_per_s = self._nominal / (known.factor(replica) * fitted)
+        tokens_per_s = 1 / (known.token_s(replica) * fitted)
         decode_share = self.decode_share(known, replica)
         return ReplicaView(
             id=name,
@@ -157,13 +158,14 @@ class Ours(Policy):
             held_blocks=self._index.held_blocks(name, Tier.HBM),
             block_bytes=self._block_bytes,
             fetch=self._pool,
-            yields=True,
+            yields=not self._keeps_copies,
         )
 
     def _alike(self, known: Knowledge) -> list[float]:
-        """What makes the first estimates of all replicas equal: they are the same hardware."""
+        """What makes the first estimates of all replicas equal: `serve` takes them for the same hardware, too, until
+        their prefills prove otherwise (`FleetSpeed`)."""
         if not self._level:
-            logs = [math.log(known.factor(replica)) for replica in range(known.replicas)]
+            logs = [math.log(known.token_s(replica)) for replica in range(known.replicas)]
             mean = sum(logs) / len(logs)
             self._level = [math.exp(mean - log) for log in logs]
         return self._level

@@ -18,10 +18,11 @@ FETCH_LATENCY_S = 0.002
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet of equal replicas. With `utilization` times are scaled so that prefilling every prompt whole would take
     that share of all replicas' time (0: times as recorded). `link` is what replicas read from each other's caches by,
-    None where they cannot.
+    None where they cannot; one that `keeps_copies` does not evict first what a peer has read from it.
 
     What a gateway knows is `report_delay_s` old, but for what it placed since. Its estimate of a prefill is the true
-    time x b_r x f_i, both lognormal(`estimate_error`): b_r belongs to a replica, f_i to a request.
+    time x b_r x f_i, both lognormal(`estimate_error`): b_r belongs to a replica, f_i to a request. That replicas are
+    `alike` is known to those who care; else they find out.
     """
 
     physics: Physics
@@ -33,4 +34,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     report_delay_s: float = 0.0
     estimate_error: float = 0.0
     link: LinkEstimate | None = None
+    keeps_copies: bool = False
+    alike: bool = True
     placement: PlacementSettings = PlacementSettings()

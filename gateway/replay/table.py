@@ -76,6 +76,7 @@ def describe(workload: Workload, scenario: Scenario) -> list[str]:
     told = f"reports {scenario.report_delay_s:g} s old" if scenario.report_delay_s else "reports without delay"
     error = f"estimates off by {scenario.estimate_error:g}" if scenario.estimate_error else "exact estimates"
     link = f"{scenario.link.bytes_per_s / 1e9:g} GB/s between replicas" if scenario.link else "no fetching"
+    link += ", which keep what peers read" if scenario.link and scenario.keeps_copies else ""
     gateways = f"{scenario.gateways} gateway{'s' if scenario.gateways > 1 else ''}"
     lines = [
         f"{len(workload):,} requests in {len(set(workload.sessions)):,} sessions over {span_s:,.0f} s "

@@ -47,12 +47,12 @@ def test_a_json_object_a_line_for_each_policy(native: str, capsys: pytest.Captur
 
 def test_a_table_that_says_what_was_replayed(native: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["replay", native, "--policy", "chwbl@4,one-big-cache", "--utilization", "0", "--report-delay", "0.25"]
-    assert main([*command, "--fetch-gigabytes-per-s", "25", "--gateways", "2"]) == 0
+    assert main([*command, "--fetch-gigabytes-per-s", "25", "--gateways", "2", "--keep-copies"]) == 0
     first, second, blank, head, one, two = capsys.readouterr().out.splitlines()
     assert first.startswith("240 requests in 40 sessions over ") and "(1 times the recorded pace)" in first
     assert second == (
         "8 replicas of llama-3.1-8b, 1,000,000 tokens of KV each; 2 gateways, reports 0.25 s old, exact estimates, "
-        "25 GB/s between replicas"
+        "25 GB/s between replicas, which keep what peers read"
     )
     assert not blank and head.split()[0] == "policy"
     assert one.startswith("chwbl@4 ") and two.startswith("one-big-cache ")

@@ -62,10 +62,11 @@ def test_nothing_is_read_where_that_is_forbidden_or_slower() -> None:
         assert fleet.place(1, Choice(2, fetch=fetch), ME).fetched == 0
 
 
-def test_what_a_placement_has_fetched_moves_but_for_what_is_to_stay() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_a_placement_has_fetched_moves_but_for_what_is_to_stay(keeps: bool) -> None:
     chats = [[0, 1, 10 * chat, 10 * chat + 1, 10 * chat + 2] for chat in range(1, 6)]
     workload = build(prompts(*chats, chats[4], list(range(100, 103))))
-    fleet = Fleet(workload, scenario(link=LinkEstimate(0.0, 1e15), cache_tokens=512 * 17))
+    fleet = Fleet(workload, scenario(link=LinkEstimate(0.0, 1e15), cache_tokens=512 * 17, keeps_copies=keeps))
     for request in range(5):
         fleet.look(float(request), request)
         fleet.place(request, Choice(0), ME)
@@ -75,9 +76,12 @@ def test_what_a_placement_has_fetched_moves_but_for_what_is_to_stay() -> None:
     fleet.look(10.0, 6)
     gone = fleet.place(6, Choice(0), ME).stored.evicted
     last, first = workload.chains[4], workload.chains[0]
-    assert gone == [last[3], last[2], first[4]], (
-        "what was read goes first, tail first; then the oldest; not the system prompt"
-    )
+    if keeps:
+        assert gone == [first[4], first[3], first[2]], "the oldest, tail first, whatever was read"
+    else:
+        assert gone == [last[3], last[2], first[4]], (
+            "what was read goes first, tail first; then the oldest; not the system prompt"
+        )
 
 
 def test_one_cache_for_all_is_as_large_as_theirs_together() -> None:

@@ -149,10 +149,11 @@ def test_an_estimate_is_off_by_a_factor_of_the_replica_and_one_of_the_request() 
     factors = []
     for _ in range(240):
         known = replay.look()
-        factors.append([known.factor(replica) for replica in range(4)])
+        factors.append([known._factor(replica) for replica in range(4)])
         for replica in range(4):
             true_s = known.physics.prefill_s(known.tokens, 0)
-            assert known.prefill_s(replica, 0) == pytest.approx(true_s * known.factor(replica))
+            assert known.prefill_s(replica, 0) == pytest.approx(true_s * known._factor(replica))
+            assert known.token_s(replica) == pytest.approx(known.physics.prefill_s(1, 0) * known._factor(replica))
         replay.place(known)
     for one in factors[1:]:
         ratios = [mine / first for mine, first in zip(one, factors[0], strict=True)]
@@ -160,4 +161,4 @@ def test_an_estimate_is_off_by_a_factor_of_the_replica_and_one_of_the_request() 
     assert len({row[0] for row in factors}) == 240
     assert len(set(factors[0])) == 4
     exact = Replay(scenario()).look()
-    assert [exact.factor(replica) for replica in range(4)] == [1.0] * 4
+    assert [exact._factor(replica) for replica in range(4)] == [1.0] * 4

@@ -84,11 +84,16 @@ def test_the_settings_of_placement_are_those_of_the_scenario() -> None:
     assert results[0.01].spill_rate > results[100.0].spill_rate
 
 
-def test_a_gateway_learns_which_replicas_it_misjudges() -> None:
+@pytest.mark.parametrize(("alike", "prefills"), [(True, 1), (False, 2_000)])
+def test_equal_machines_are_taken_for_equal(alike: bool, prefills: int) -> None:
+    """From the start, or as soon as their prefills say so."""
     workload = chat_workload(4)
-    fleet = Fleet(workload, scenario(estimate_error=0.5, seed=1, cache_tokens=512))
+    fleet = Fleet(workload, scenario(estimate_error=0.5, seed=1, cache_tokens=512, alike=alike))
     ours, known = Ours(fleet), Knowledge(fleet, 0)
-    for at in range(2_000):
+    known.look(0)
+    before = [ours._view(known, replica).prefill_tokens_per_s for replica in range(4)]
+    assert (max(before) / min(before) > 1.8) is not alike
+    for at in range(prefills):
         request = at % len(workload)
         fleet.look(float(at), request)
         known.look(request)
