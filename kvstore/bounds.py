@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 U64 = Annotated[int, Meta(ge=0)]
-"""msgpack has no larger number."""
+"""msgpack has no larger number. JSON has, and msgspec knows no bound above 2**63: a JSON message calls `check_u64`."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -28,6 +28,14 @@ Rate = Annotated[float, Meta(gt=0, le=1e24)]
 """Tokens or bytes per second; finite."""
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """A duration or a time; finite."""
+
+
+def check_u64(**numbers: int) -> None:
+    """Raises ValueError, naming the field, for a number that is no u64: for `__post_init__`, where msgspec makes a
+    ValidationError of it."""
+    for field, number in numbers.items():
+        if not 0 <= number < 1 << 64:
+            raise ValueError(f"{field}: expected a number below 2**64 that is not negative")
 
 
 def clipped(text: str, most: int = MAX_NAME) -> str:

@@ -15,6 +15,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 
 MAX_EXTENT = 65_536
 """Layers, heads and dims are no more than that."""
 
+MAX_WINDOW = 1 << 53
+"""Tokens of a sliding window, as many as a count may be; JSON, in which a geometry travels, has no largest number."""
+
 
 class KvGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Shape of one token's KV over the whole model: `layers` x `kv_heads` x (K of `head_dim`, V) elements of `dtype`.
@@ -47,6 +50,8 @@ class KvGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             raise GeometryError(f"kv_heads: latent attention keeps one, got {self.kv_heads!r}")
         if self.windows and (len(self.windows) != self.layers or min(self.windows) < 0):
             raise GeometryError(f"windows: expected one for each of {self.layers} layers, 0 or more tokens each")
+        if max(self.windows, default=0) > MAX_WINDOW:
+            raise GeometryError(f"windows: at most {MAX_WINDOW} tokens each")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype: str | None = None) -> KvGeometry:

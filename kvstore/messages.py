@@ -29,7 +29,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvstore.bounds import U64, Count, Name, Rate, Seconds, Share, Text
+from kvstore.bounds import U64, Count, Name, Rate, Seconds, Share, Text, check_u64
 from kvstore.cost import LinkEstimate
 from kvstore.errors import GeometryError, ProtocolError, UnknownProtocol
 from kvstore.frames import Frames, framed
@@ -102,6 +102,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     namespace: KvNamespace | None = None
     kv_events: bool = False
     attention: Share = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field: it comes as JSON."""
+        check_u64(epoch=self.epoch, route_seed_check=self.route_seed_check)
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +297,7 @@ _hello_decoder = msgspec.json.Decoder(Hello)
 
 
 class _Spoken(msgspec.Struct):
-    protocol: int
+    protocol: Count
 
 
 _spoken_decoder = msgspec.json.Decoder(_Spoken)
