@@ -76,6 +76,7 @@ def compare(referee: ModuleType, path: Path, *, sessions: int = 0, **given: Any)
         seed=seed,
         link=LinkEstimate(0.002, fetch * 1e9) if fetch else None,
     )
+    fetching: list[float] = []
     for name, other in POLICIES.items():
         found = referee.simulate(
             theirs,
@@ -87,6 +88,8 @@ def compare(referee: ModuleType, path: Path, *, sessions: int = 0, **given: Any)
             peer_gbps=fetch,
         )
         agree(replay(ours, scenario, name), found)
+        fetching.append(found["fetched"])
+    assert any(fetching) is bool(fetch), "the case is looked at"
 
 
 @pytest.mark.parametrize("fetch", [0.0, 25.0])
@@ -95,9 +98,10 @@ def test_chats_of_mooncake(referee: ModuleType, tmp_path: Path, fetch: float) ->
     compare(referee, path, cache_tokens=200_000, fetch=fetch)
 
 
-def test_agents_in_a_closed_loop(referee: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetch", [0.0, 25.0])
+def test_agents_in_a_closed_loop(referee: ModuleType, tmp_path: Path, fetch: float) -> None:
     path = beginning(trace("agentic_coding_a"), 4_000, tmp_path)
-    compare(referee, path, utilization=0.0, seed=2, sessions=20)
+    compare(referee, path, utilization=0.0, seed=2, sessions=20, fetch=fetch)
 
 
 def test_tool_calling_chats(referee: ModuleType) -> None:
@@ -132,11 +136,13 @@ def test_whole_traces(referee: ModuleType, name: str, fetch: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fetch", [0.0, 25.0])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_whole_hour_of_agents(referee: ModuleType, seed: int) -> None:
-    compare(referee, trace("agentic_coding_a"), sessions=96, utilization=0.0, seed=seed)
+def test_a_whole_hour_of_agents(referee: ModuleType, seed: int, fetch: float) -> None:
+    compare(referee, trace("agentic_coding_a"), sessions=96, utilization=0.0, seed=seed, fetch=fetch)
 
 
 @pytest.mark.slow
-def test_all_agents_at_once(referee: ModuleType) -> None:
-    compare(referee, trace("agentic_coding_a"))
+@pytest.mark.parametrize("fetch", [0.0, 25.0])
+def test_all_agents_at_once(referee: ModuleType, fetch: float) -> None:
+    compare(referee, trace("agentic_coding_a"), fetch=fetch)
