@@ -169,7 +169,7 @@ async def test_orphan_blocks_are_not_credited() -> None:
 async def test_any_interleaving_is_the_fold() -> None:
     """An agent that joins while the engine publishes ends with what one that was there all along has.
 
-    The property itself, over all orders of replay and live batches: tests/unit/test_agent_sequencer.py.
+    The property itself, over all orders of replay and live batches: test_index_truth_events.py.
     """
     engine = Engine()
     async with engine.alive() as publisher, watched(engine) as (first, everything):

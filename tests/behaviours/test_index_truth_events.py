@@ -1,7 +1,9 @@
 """Engine events in any order: what a catalogue holds in the end is the fold by (life, number), or less, never more.
 
-Seeded schedules of what an engine, its publisher and a network do to each other; an ordinary run looks at 10,000.
-The whole agent on real sockets: test_index_truth.py.
+Seeded schedules of what an engine, its publisher and a network do to each other. An ordinary run looks at 10,000 orders
+of batches, at 1,500 with an engine's events and a catalogue, and at 60 of four replicas and ranks; with --slow more.
+Report streams: 500 in test_index_truth_reports.py; the index: 10,000 in tests/unit/test_placement_schedules.py. The
+whole agent on real sockets: test_index_truth.py.
 """
 
 from __future__ import annotations
