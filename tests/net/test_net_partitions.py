@@ -12,7 +12,7 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,17 @@ from gateway.demo.questions import DOCUMENTS
 pytestmark = pytest.mark.net
 ALL = range(COUNT)
 FROZEN_S = 20.0
+CUT_S = 4.0
+"""Longer than a gateway waits for the next heartbeat (`gateway.fleet.report_stream.SILENCE_S`)."""
 
 
 class Log:
-    """What happened, in words and counts, test after test."""
+    """What happened, in words and counts, test after test. `grown`: by how much each node's counters grew over the
+    last incident, from before until after it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.grown: dict[str, dict[str, float]] = {}
 
     def begin(self, title: str) -> None:
         self.lines += ["", f"## {title}", ""]
@@ -50,6 +54,25 @@ class Log:
             excused = f", {each.excused} failed" if each.excused else ""
             told.append(f"{each.right} right{excused} (slowest {each.slowest_s:.1f} s)")
         self.say(f"{when}, answers by gateway: {'; '.join(told)}")
+
+    def grew(self, node: str, counter: str, label: str = "") -> float:
+        """By how much a counter did, all its labels together or those with this one."""
+        counts = self.grown[node].items()
+        return sum(count for name, count in counts if name.partition("{")[0] == counter and label in name)
+
+    def lost_and_followed(self, gateways: Iterable[int], replicas: Iterable[int]) -> None:
+        """Asserts that these gateways counted what an outage of these replicas' agents is: reports lost, announcements
+        that did not arrive, and a snapshot afterwards."""
+        for at in gateways:
+            for counter in ("report_losses", "report_snapshots", "load_announcement_failures"):
+                for replica in replicas:
+                    grew = self.grew(f"gateway-{at}", counter, f"{{replica=replica-{replica}")
+                    assert grew >= 1, (f"gateway-{at}", counter, f"replica-{replica}", self.grown)
+
+    def forgotten(self, agents: Iterable[int], gateways: int) -> None:
+        """Asserts that these agents counted so many gateways of which they had heard nothing."""
+        for at in agents:
+            assert self.grew(f"agent-{at}", "gateways_forgotten") >= gateways, (f"agent-{at}", self.grown)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +139,7 @@ async def watched(fleet: NetFleet, log: Log, title: str, seed: int) -> AsyncIter
         for node in nodes:
             counted = await fleet.counters(node)
             grown = {name: value - before[node].get(name, 0.0) for name, value in counted.items()}
+            log.grown[node] = grown
             if told := [f"`{name}` {count:g}" for name, count in grown.items() if count > 0]:
                 log.say(f"{node}: {', '.join(told)}")
 
@@ -170,6 +194,8 @@ async def test_an_agent_is_cut_off(fleet: NetFleet, log: Log) -> None:
         log.say(f"all gateways follow it again {back:.1f} s after it was joined")
         await fleet.wait("what was reset meanwhile is not promised", lambda: fleet.true_everywhere(*ALL))
         traffic.resume()
+    log.lost_and_followed(ALL, [1])
+    log.forgotten([1], COUNT)
 
 
 async def test_a_gateway_is_cut_off(fleet: NetFleet, log: Log) -> None:
@@ -209,19 +235,20 @@ async def test_a_gateway_is_cut_off(fleet: NetFleet, log: Log) -> None:
 
             await fleet.wait("another gateway counts it", counted)
             traffic.excused.add(0)
+            begin = time.monotonic()
             fleet.lab.cut("gateway-0")
             gone = await fleet.wait("it is forgotten", seen("gateway-1", "gateway-2"))
             log.say(f"agents and gateways had forgotten it, and the request that it had placed, within {gone:.1f} s")
             await traffic.some(10, 1, 2)
             traffic.check()
+            await asyncio.sleep(max(0.0, begin + CUT_S - time.monotonic()))
             fleet.lab.heal("gateway-0")
             back = await fleet.wait("it is known again", seen("gateway-0", "gateway-1", "gateway-2"), READY_S)
             log.say(f"it was known again {back:.1f} s after it was joined")
         await fleet.wait("it knows everything", lambda: fleet.ready(0), READY_S)
         log.answers(traffic, "meanwhile")
-        for at in ALL:
-            counted_by = await fleet.counters(f"agent-{at}")
-            assert counted_by["gateways_forgotten"] >= 1
+    log.lost_and_followed([0], ALL)
+    log.forgotten(ALL, 1)
 
 
 async def test_an_agent_is_frozen(fleet: NetFleet, log: Log) -> None:
@@ -242,6 +269,8 @@ async def test_an_agent_is_frozen(fleet: NetFleet, log: Log) -> None:
         log.say(f"all gateways followed it again {back:.1f} s after it went on")
         await fleet.wait("what was reset meanwhile is not promised", lambda: fleet.true_everywhere(*ALL))
         traffic.resume()
+    log.lost_and_followed(ALL, [2])
+    log.forgotten([2], COUNT)
 
 
 async def test_a_gateway_is_killed_and_starts_again(fleet: NetFleet, log: Log) -> None:
@@ -260,7 +289,10 @@ async def test_a_gateway_is_killed_and_starts_again(fleet: NetFleet, log: Log) -
         log.say(f"{agreed} of {len(prompts)} homes are those of another gateway")
         assert agreed >= 0.95 * len(prompts)
         log.answers(traffic, "meanwhile")
+        counted = await fleet.counters("gateway-1")
+        assert all(counted[f"report_snapshots{{replica=replica-{at}}}"] >= 1 for at in ALL), counted
         traffic.resume()
+    log.forgotten(ALL, 1)
 
 
 async def test_a_replica_is_cut_off_with_its_agent(fleet: NetFleet, log: Log) -> None:
@@ -278,6 +310,9 @@ async def test_a_replica_is_cut_off_with_its_agent(fleet: NetFleet, log: Log) ->
         fleet.lab.heal("engine-0", "agent-0")
         back = sum([await fleet.wait("it is back", lambda at=at: fleet.ready(at), READY_S) for at in ALL])
         log.say(f"it was back, with its reports, {back:.1f} s after it was joined")
+    log.lost_and_followed(ALL, [0])
+    log.forgotten([0], COUNT)
+    assert sum(log.grew(f"gateway-{at}", "retries") for at in ALL) >= 1, log.grown
 
 
 async def test_the_source_of_a_fetch_is_cut_off(fleet: NetFleet, log: Log) -> None:
@@ -339,3 +374,5 @@ async def test_the_source_of_a_fetch_is_cut_off(fleet: NetFleet, log: Log) -> No
         log.say(f"once it was joined: {receipt['fetched']['outcome']}, {receipt['fetched']['loaded']} blocks")
         assert receipt["fetched"]["outcome"] == "fetched"
         traffic.resume()
+    fetched, ended = log.grew("agent-2", "fetches", "outcome=fetched"), log.grew("agent-2", "fetches")
+    assert fetched >= 1 and ended - fetched >= 1, log.grown
