@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
+from kvstore.bounds import Count
+
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     """`usage.prompt_tokens_details`."""
 
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
     """The `usage` object of an OpenAI reply; unknown fields are ignored."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
     prompt_tokens_details: PromptTokensDetails | None = None
 
     @property
@@ -37,9 +39,6 @@ _decode = msgspec.json.Decoder(Reply).decode
 def read_reply(data: bytes | bytearray) -> Reply | None:
     """A reply object, None when the bytes are not one: an engine may answer anything, and it is passed on as it is."""
     try:
-        reply = _decode(data)
+        return _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if reply.usage is not None and min(reply.usage.prompt_tokens, reply.usage.cached_tokens or 0) < 0:
-        return None
-    return reply

@@ -42,11 +42,18 @@ def test_an_engine_that_does_not_tell(usage: bytes) -> None:
         b"[1]",
         b'{"usage":7}',
         b'{"usage":{"prompt_tokens":"7"}}',
+        b'{"usage":{"prompt_tokens":-1}}',
+        b'{"usage":{"prompt_tokens":1%s}}' % (b"0" * 400),
+        b'{"usage":{"completion_tokens":1%s}}' % (b"0" * 400),
+        b'{"usage":{"prompt_tokens_details":{"cached_tokens":1%s}}}' % (b"0" * 400),
         b'{"choices":{}}',
         b'{"a":' + b"[" * 100_000,
         b'{"choices":[' + b"[" * 100_000,
     ],
-    ids=["empty", "done", "array", "usage", "number", "choices", "deep", "deep choices"],
+    ids=[
+        *("empty", "done", "array", "usage", "number", "negative", "long", "long completion", "long cached"),
+        *("choices", "deep", "deep choices"),
+    ],
 )
 def test_what_is_no_reply_is_none(data: bytes) -> None:
     assert read_reply(data) is None
