@@ -1,6 +1,8 @@
 """What identifying a prompt costs: through the worker, and by text on the event loop.
 
-python benchmarks/identity.py [--model smollm2|tiny|DIR]
+    python benchmarks/identity.py [--model smollm2|tiny|DIR] [--out benchmarks/results/identity.jsonl]
+
+Milliseconds by the clock, as a request waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ import platform
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
+
+from stamp import stamp
 
 from gateway.identity import text
 from gateway.identity.identifier import Identifier
@@ -36,7 +41,11 @@ def chat(*contents: str) -> PromptRequest:
     return PromptRequest(model="m", namespace=Namespace("m"), messages=json.dumps(messages).encode())
 
 
-async def timed(name: str, repeat: int, call: Callable[[int], Awaitable[Any]]) -> None:
+Told = dict[str, Any]
+
+
+async def timed(name: str, repeat: int, call: Callable[[int], Awaitable[Any]]) -> Told:
+    """One line, printed and returned."""
     took = []
     result: Any = None
     for turn in range(repeat):
@@ -44,14 +53,20 @@ async def timed(name: str, repeat: int, call: Callable[[int], Awaitable[Any]]) -
         result = await call(turn)
         took.append(1e3 * (time.perf_counter() - began))
     took.sort()
-    p90 = took[int(0.9 * (len(took) - 1))]
-    print(
-        f"{name:48} {getattr(result, 'tokens', 0):8} tokens  {getattr(result, 'mode', ''):5} "
-        f"median {statistics.median(took):8.2f} ms  p90 {p90:8.2f}  min {took[0]:8.2f}"
-    )
+    median, p90 = statistics.median(took), took[int(0.9 * (len(took) - 1))]
+    tokens, mode = getattr(result, "tokens", 0), str(getattr(result, "mode", ""))
+    print(f"{name:48} {tokens:8} tokens  {mode:5} median {median:8.2f} ms  p90 {p90:8.2f}  min {took[0]:8.2f}")
+    ms = {"median_ms": round(median, 3), "p90_ms": round(p90, 3), "min_ms": round(took[0], 3)}
+    return {"what": name, "tokens": tokens, "mode": mode, "repeat": repeat} | ms
 
 
-async def main(model: str) -> None:
+async def measure(model: str) -> list[Told]:
+    """Every case, in order."""
+    found: list[Told] = []
+
+    async def case(name: str, repeat: int, call: Callable[[int], Awaitable[Any]]) -> None:
+        found.append(await timed(name, repeat, call))
+
     directory = prepare(model)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     files = ModelFiles(
@@ -72,32 +87,44 @@ async def main(model: str) -> None:
     try:
         document = prose(100_000)
         cold = [chat(prose(1_000, salt)) for salt in range(1000, 1040)]
-        await timed("1k-token chat, cold", 40, lambda turn: identifier.identify(cold[turn]))
-        await timed("1k-token chat, warm", 100, lambda turn: identifier.identify(cold[0]))
-        await timed("1k tokens remembered + a new question", 40, lambda turn: identifier.identify(
+        await case("1k-token chat, cold", 40, lambda turn: identifier.identify(cold[turn]))
+        await case("1k-token chat, warm", 100, lambda turn: identifier.identify(cold[0]))
+        await case("1k tokens remembered + a new question", 40, lambda turn: identifier.identify(
             chat(prose(1_000, 1000), "Noted.", f"And what about {turn} francs?")))  # fmt: skip
-        await timed("100k-token chat, cold", 1, lambda turn: identifier.identify(chat(document)))
+        await case("100k-token chat, cold", 1, lambda turn: identifier.identify(chat(document)))
         later = [chat(document, "Noted.", f"What was approved on day {turn}?") for turn in range(20)]
-        await timed("100k-token document, next turn", 20, lambda turn: identifier.identify(later[turn]))
+        await case("100k-token document, next turn", 20, lambda turn: identifier.identify(later[turn]))
         big = [chat(prose(1_000_000, salt)) for salt in (1, 2)]
         print(f"body of {len(big[0].messages or b'') / 1e6:.1f} MB:")
-        await timed("1M-token chat, cold", 1, lambda turn: identifier.identify(big[0]))
-        await timed("1M-token chat, warm", 5, lambda turn: identifier.identify(big[0]))
+        await case("1M-token chat, cold", 1, lambda turn: identifier.identify(big[0]))
+        await case("1M-token chat, warm", 5, lambda turn: identifier.identify(big[0]))
         ids = json.dumps(await identifier.token_ids(chat(prose(12_000)))).encode()
         request = PromptRequest(model="m", namespace=Namespace("m"), prompt=ids)
-        await timed(f"token ids, {len(ids) // 1024} KiB of JSON", 50, lambda turn: identifier.identify(request))
+        await case(f"token ids, {len(ids) // 1024} KiB of JSON", 50, lambda turn: identifier.identify(request))
 
         async def by_text(request: PromptRequest) -> Any:
             return text.identify(request, 0)
 
         for name, each in (("1k", cold[0]), ("100k", later[0]), ("1M", big[0])):
-            await timed(f"text mode, {name}-token chat (on the event loop)", 20, lambda turn, each=each: by_text(each))  # type: ignore[misc]
+            await case(f"text mode, {name}-token chat (on the event loop)", 20, lambda turn, each=each: by_text(each))  # type: ignore[misc]
         print(identifier.stats)
     finally:
         await identifier.close()
+    return found
+
+
+def main() -> None:
+    """Prints one line per case, and adds them to a file of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    where = {"model": options.model} | stamp() | {"python": platform.python_version()}
+    found = asyncio.run(measure(options.model))
+    if options.out:
+        with options.out.open("a") as file:
+            file.writelines(json.dumps(told | where) + "\n" for told in found)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2")
-    asyncio.run(main(parser.parse_args().model))
+    main()

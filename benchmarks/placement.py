@@ -1,6 +1,6 @@
 """CPU time of one placement decision, by fleet size and prompt length.
 
-    python benchmarks/placement.py [--json]
+    python benchmarks/placement.py [--out benchmarks/results/placement.jsonl]
 
 Every replica shares the first quarter of the prompt, one holds three quarters, all have load: the walk over the index,
 the ring and the cost terms all run. Caches are full, but for what is shared of prompts of 256 blocks that this gateway
@@ -17,6 +17,9 @@ import platform
 import random
 import time
 from array import array
+from pathlib import Path
+
+from stamp import stamp
 
 from gateway.identity.prompt import IdentityMode, PromptIdentity
 from gateway.placement.index import PrefixIndex
@@ -80,23 +83,21 @@ def measure(replicas: int, units: int, pools: bool = False) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints one line per case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    """Prints one line per case, and adds them to a file of results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not options.json:
-        print(f"Python {platform.python_version()}, {platform.machine()}; CPU microseconds")
-        print(f"{'replicas':>8}  {'tokens':>7}  {'place':>8}  {'placed':>8}  {'pools':>8}")
+    where = stamp() | {"python": platform.python_version()}
+    print(f"Python {where['python']}, {where['host']}; CPU microseconds")
+    print(f"{'replicas':>8}  {'tokens':>7}  {'place':>8}  {'placed':>8}  {'pools':>8}")
     for replicas, units in CASES:
         result = measure(replicas, units)
         result["place_pools_us"] = measure(replicas, units, pools=True)["place_us"]
-        if options.json:
-            print(json.dumps({"replicas": replicas, "tokens": units * 16, **result}))
-        else:
-            print(
-                f"{replicas:>8}  {units * 16:>7}  {result['place_us']:>8.0f}  {result['placed_us']:>8.0f}"
-                f"  {result['place_pools_us']:>8.0f}"
-            )
+        print(f"{replicas:>8}  {units * 16:>7}  " + "  ".join(f"{us:>8.0f}" for us in result.values()), flush=True)
+        if options.out:
+            told = {"replicas": replicas, "tokens": units * 16} | {name: round(us, 1) for name, us in result.items()}
+            with options.out.open("a") as file:
+                file.write(json.dumps(told | where) + "\n")
 
 
 if __name__ == "__main__":
