@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -42,11 +43,17 @@ def beside(servers: Sequence[VllmServer]) -> Cluster:
 
 
 @contextlib.asynccontextmanager
-async def serving(*flags: str) -> AsyncIterator[tuple[str, str]]:
-    """`prefix-gateway serve` with these flags, on free ports; its public and its admin address once it answers."""
+async def serving(*flags: str, token: str = "") -> AsyncIterator[tuple[str, str]]:
+    """`prefix-gateway serve` with these flags, on free ports; its public and its admin address once it answers. `token`
+    is the agents'."""
     port, admin = free_ports(2)
     command = [COMMAND, "serve", *flags, "--port", str(port), "--admin-port", str(admin)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | ({"PREFIX_GATEWAY_AGENT_TOKEN": token} if token else {}),
+        start_new_session=True,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + READY_S

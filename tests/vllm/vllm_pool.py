@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,11 +53,20 @@ class Answer:
 class PooledEngine:
     """A server with the connector, and the agent process beside it; leaving the context stops both.
 
-    The agent may be killed, frozen and started again, at the same port and socket.
+    The agent may be killed, frozen and started again, at the same port and socket. `agent` are flags that it gets
+    instead of ours, `token` is the deployment's.
     """
 
     def __init__(
-        self, model: Path, name: str, *, pool_blocks: int = 256, flags: Sequence[str] = (), **more: Any
+        self,
+        model: Path,
+        name: str,
+        *,
+        pool_blocks: int = 256,
+        flags: Sequence[str] = (),
+        agent: Mapping[str, str] | None = None,
+        token: str = "",
+        **more: Any,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="prefix-gateway-pool-")
         self.socket = Path(self._directory.name) / "agent.sock"
@@ -68,8 +77,11 @@ class PooledEngine:
         self.server = VllmServer(model, flags=[*connector_flags(self.socket), *flags], **more)
         self._port = free_port()
         self._pool_bytes = pool_blocks * pitch_of(kv_bytes_per_token(model, 4) * BLOCK)
+        self._flags = dict(agent or {})
+        self._environ = os.environ | ({"REPLICA_AGENT_TOKEN": token} if token else {})
         self._agent: subprocess.Popen[bytes] | None = None
         self._http = httpx.Client(trust_env=False, timeout=60)
+        self._access = {"authorization": f"Bearer {token}"} if token else {}
 
     @property
     def agent_url(self) -> str:
@@ -86,8 +98,8 @@ class PooledEngine:
         self.server.__exit__(kind, error, trace)
         self._directory.cleanup()
 
-    def start_agent(self) -> None:
-        """Start it, and wait until it answers."""
+    def start_agent(self, **more: str) -> None:
+        """Start it, and wait until it answers. `more` flags are for this life alone."""
         assert self._agent is None
         flags = {
             "engine": self.server.url,
@@ -102,10 +114,12 @@ class PooledEngine:
             "transports": "shm,tcp",
             "debug": "on",
             "log-level": "warning",
+            **self._flags,
+            **{name.replace("_", "-"): value for name, value in more.items()},
         }
         command = [sys.executable, "-m", "replica_agent"]
         command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-        self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=self._environ)
         self._until(lambda: self._ask("/health") is not None, READY_S)
 
     def kill_agent(self) -> None:
@@ -139,6 +153,12 @@ class PooledEngine:
     def wait_saved(self, blocks: int) -> None:
         """Until the pool holds so many blocks."""
         self._until(lambda: self.held >= blocks, READY_S)
+
+    def fetches(self) -> list[dict[str, Any]]:
+        """What came of the engine's searches in this life of the agent, the oldest first."""
+        told = self._ask("/v1/fetches")
+        assert told is not None
+        return list(reversed(told["fetches"]))
 
     def wait_quiet(self, *, for_good: bool = False) -> None:
         """Until nothing is held for anybody any more, by the agent's own check; `for_good`: not even what only time
@@ -209,7 +229,7 @@ class PooledEngine:
 
     def _ask(self, path: str) -> Any:
         try:
-            response = self._http.get(f"{self.agent_url}{path}", timeout=5)
+            response = self._http.get(f"{self.agent_url}{path}", headers=self._access, timeout=5)
         except httpx.HTTPError:
             return None
         return response.json()
