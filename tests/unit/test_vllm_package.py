@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -121,6 +123,34 @@ def test_what_cannot_be_exchanged_is_refused_by_name(more: dict[str, Any], named
     engine = facts(**more)
     with pytest.raises(PoolUnusable, match=named):
         (engine.hello(), engine.share)
+
+
+@pytest.mark.parametrize("version", ["0.30.1", "0.31", "0.32.0", "0.33.0+cpu"])
+def test_the_connector_is_for_these_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing in this vLLM is looked for, as its version is one that has it."""
+    monkeypatch.setitem(sys.modules, "vllm", module_of(version))
+    with pytest.raises(ModuleNotFoundError, match=r"vllm\."):
+        connector()
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.29.2+cpu", "0.34", "0.34.0rc1", "0.3", "1.0", "1.31.0", "dev"])
+def test_another_version_is_refused_by_name_whatever_it_lacks(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", module_of(version))
+    with pytest.raises(PoolUnusable) as refused:
+        connector()
+    assert str(refused.value) == f"vllm: this connector is for 0.30 to 0.33, not {version}"
+
+
+def module_of(version: str) -> ModuleType:
+    """A vLLM that has moved everything but its version."""
+    vllm = ModuleType("vllm")
+    vllm.__version__ = version  # type: ignore[attr-defined]
+    return vllm
+
+
+def connector() -> Any:
+    """As vLLM asks for it."""
+    return getattr(importlib.import_module(PACKAGE), "PrefixGatewayConnector")  # noqa: B009
 
 
 def test_ranks_confirm_together() -> None:

