@@ -4,20 +4,24 @@ answer is the one that computing gives."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import vllm_env
+from agent_support import until
 from vllm_engine import prompt_of
 from vllm_models import model_directory
-from vllm_pool import Answer, PooledEngine, connector_flags, start_all
+from vllm_pool import Answer, HalfFetched, PooledEngine, connector_flags, half_fetched, start_all, stoppable
 from vllm_server import BLOCK, VllmServer
+from wheel_support import installed
 
 pytestmark = pytest.mark.vllm
 
@@ -65,19 +69,32 @@ def fetched(source: PooledEngine, reader: PooledEngine, prompt: list[int], **mor
     return there, reader.complete(prompt, **source.hint(prompt, **more))
 
 
-def test_fifty_fetched_prompts_are_answered_as_computed_ones(pair: tuple[PooledEngine, PooledEngine]) -> None:
+async def test_fifty_fetched_prompts_are_answered_as_computed_ones(pair: tuple[PooledEngine, PooledEngine]) -> None:
+    """Fifty that were fetched whole: a peer that a busy machine lets answer too late is done without."""
     external = sum(engine.metric("vllm:external_prefix_cache_hits_total") for engine in pair)
-    whole = 0
-    for number, prompt in enumerate(prompts(1, 50)):
+    before = records_of_whole(pair)
+    whole = tried = 0
+    for number, prompt in enumerate(prompts(1, 200)):
         source, reader = pair[number % 2], pair[1 - number % 2]
         there, here = fetched(source, reader, prompt)
         assert here.tokens == there.tokens
         assert here.cached % BLOCK == 0
         assert here.cached < len(prompt)
-        whole += here.cached == (len(prompt) - 1) // BLOCK * BLOCK
-    # A peer that a busy machine lets answer too late is done without.
-    assert whole >= 20
-    assert sum(engine.metric("vllm:external_prefix_cache_hits_total") for engine in pair) > external
+        blocks = (len(prompt) - 1) // BLOCK
+        tried += blocks > 0
+        whole += 0 < here.cached == blocks * BLOCK
+        # Its last block may be computed after all; the agent's word decides.
+        if whole >= 50 and records_of_whole(pair) - before >= 50:
+            break
+    assert whole >= 50, f"of {tried}"
+    await until(lambda: records_of_whole(pair) - before >= 50, "fetched, by what the agents say")
+    assert sum(engine.metric("vllm:external_prefix_cache_hits_total") for engine in pair) - external >= 50 * BLOCK
+
+
+def records_of_whole(pair: tuple[PooledEngine, PooledEngine]) -> int:
+    """Fetches of which every block came from the other one, and was loaded."""
+    told = [each for engine in pair for each in engine.fetches() if each["outcome"] == "fetched"]
+    return sum(0 < each["moved"] == each["asked"] == each["loaded"] and not each["failed"] for each in told)
 
 
 def test_what_an_engine_evicted_comes_back_from_its_own_pool(pair: tuple[PooledEngine, PooledEngine]) -> None:
@@ -123,58 +140,99 @@ async def test_clients_that_hang_up_at_any_moment(pair: tuple[PooledEngine, Pool
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 async def test_a_source_that_fails_in_the_middle_of_a_fetch(pair: tuple[PooledEngine, PooledEngine], how: str) -> None:
+    """Half of the blocks have passed, not one more does."""
     source, reader = pair
-    rng = random.Random(how)
-    for prompt in prompts(7, 6):
-        expected = source.complete(prompt)
-        source.wait_saved(1)
-        answer = asyncio.create_task(reader.completes(prompt, **source.hint(prompt, deadline_ms=1_000)))
-        await asyncio.sleep(rng.uniform(0, 0.05))
-        if how == "killed":
-            source.kill_agent()
-        else:
-            source.signal_agent(signal.SIGSTOP)
-        try:
-            assert (await answer).tokens == expected.tokens
-        finally:
+    seeds = itertools.count(10**7 if how == "killed" else 2 * 10**7, 100)
+    async with stoppable(source) as (link, flags):
+        for _ in range(4):
+            half = await half_fetched(source, reader, link, seeds, deadline_ms=10_000 if how == "killed" else 1_500)
             if how == "killed":
-                source.start_agent()
+                source.kill_agent()
+                link.cut()
             else:
-                source.signal_agent(signal.SIGCONT)
-        source.wait_connected()
+                source.signal_agent(signal.SIGSTOP)
+            try:
+                assert (await half.answer).tokens == half.expected.tokens
+            finally:
+                link.resume()
+                if how == "killed":
+                    source.start_agent(**flags)
+                else:
+                    source.signal_agent(signal.SIGCONT)
+            record = await recorded(reader, half)
+            assert record["outcome"] in ("partial", "failed", "late"), record
+            assert (record["source"], record["transport"]) == (source.replica, "tcp")
+            assert record["moved"] < record["asked"] <= half.blocks
+            source.wait_connected()
 
 
-async def test_blocks_that_are_evicted_while_they_are_fetched(pair: tuple[PooledEngine, PooledEngine]) -> None:
+async def test_what_is_fetched_is_not_evicted_meanwhile(pair: tuple[PooledEngine, PooledEngine]) -> None:
+    """Everything else is: the source's pool is flooded while a fetch from it stands still half way."""
     source, reader = pair
-    for number, prompt in enumerate(prompts(8, 8)):
-        expected = source.complete(prompt)
-        flood = asyncio.create_task(source.completes(prompt_of(*range(2000 + 100 * number, 2055 + 100 * number))))
-        await asyncio.sleep(0.01 * number)
-        answer = await reader.completes(prompt, **source.hint(prompt))
-        assert answer.tokens == expected.tokens
-        await flood
+    seeds = itertools.count(3 * 10**7, 100)
+    for _ in range(3):
+        async with stoppable(source, pool_blocks=POOL) as (link, _):
+            held = source.held
+            other = prompt_of(*(next(seeds) for _ in range(4)), extra=1)
+            expected = source.complete(other)
+            source.wait_saved(held + 4)
+            half = await half_fetched(source, reader, link, seeds, deadline_ms=30_000, tries=5)
+            gone = False
+            while not gone and not half.answer.done():
+                for _ in range(2):
+                    await source.completes(prompt_of(*(next(seeds) for _ in range(55))), tokens=1)
+                told = source.fetches()
+                again = await source.completes(other)
+                assert again.tokens == expected.tokens
+                # An agent records what it finds in its pool.
+                gone = again.cached == 0 and source.fetches() == told
+            link.resume()
+            answer = await half.answer
+            assert answer.tokens == half.expected.tokens
+            record = await recorded(reader, half)
+        # Else the machine was too busy to flood the pool before the deadline.
+        if gone and record["outcome"] != "late":
+            break
+    assert gone, "everything else is evicted"
+    assert (record["outcome"], record["moved"], record["failed"]) == ("fetched", half.blocks, 0), record
+    assert answer.cached == half.blocks * BLOCK
+
+
+async def recorded(reader: PooledEngine, half: HalfFetched) -> dict[str, Any]:
+    """What the reader's agent says of a fetch, once it is over."""
+
+    def those() -> list[dict[str, Any]]:
+        return [each for each in reader.fetches() if each["gateway_request"] == half.name]
+
+    await until(lambda: bool(those()), "recorded")
+    (record,) = those()
+    return record
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-async def test_the_readers_own_agent_fails_and_comes_back(pair: tuple[PooledEngine, PooledEngine], how: str) -> None:
+async def test_the_readers_own_agent_fails_in_the_middle_of_a_fetch(
+    pair: tuple[PooledEngine, PooledEngine], how: str
+) -> None:
     source, reader = pair
-    rng = random.Random(how)
-    for prompt in prompts(9, 5):
-        expected = source.complete(prompt)
-        answer = asyncio.create_task(reader.completes(prompt, **source.hint(prompt, deadline_ms=1_000)))
-        await asyncio.sleep(rng.uniform(0, 0.05))
-        if how == "killed":
-            reader.kill_agent()
-        else:
-            reader.signal_agent(signal.SIGSTOP)
-        assert (await answer).tokens == expected.tokens
-        # And without it there is nothing to wait for.
-        assert (await reader.completes(prompt, **source.hint(prompt))).tokens == expected.tokens
-        if how == "killed":
-            reader.start_agent()
-        else:
-            reader.signal_agent(signal.SIGCONT)
-        reader.wait_connected()
+    seeds = itertools.count(4 * 10**7 if how == "killed" else 5 * 10**7, 100)
+    async with stoppable(source) as (link, _):
+        for _ in range(4):
+            half = await half_fetched(source, reader, link, seeds, deadline_ms=1_500)
+            if how == "killed":
+                reader.kill_agent()
+            else:
+                reader.signal_agent(signal.SIGSTOP)
+            assert (await half.answer).tokens == half.expected.tokens
+            link.cut()
+            link.resume()
+            # And without it there is nothing to wait for.
+            again = await reader.completes(half.prompt, **source.hint(half.prompt))
+            assert again.tokens == half.expected.tokens
+            if how == "killed":
+                reader.start_agent()
+            else:
+                reader.signal_agent(signal.SIGCONT)
+            reader.wait_connected()
     reader.wait_saving()
 
 
@@ -193,7 +251,9 @@ def test_after_a_reset_nothing_old_is_served(pair: tuple[PooledEngine, PooledEng
     engine.wait_saved(3)
 
 
-def test_the_connector_brings_nothing_into_vllms_processes(tmp_path: Path) -> None:
+def test_the_wheel_brings_nothing_else_into_vllms_processes(tmp_path: Path) -> None:
+    """Installed without its dependencies by vLLM's own pip, into a folder beside vLLM's packages."""
+    target = installed(tmp_path, str(vllm_env.python()))
     code = (
         "import sys, vllm, vllm.distributed.kv_transfer.kv_connector.v1.base as base\n"
         "import vllm.distributed.kv_transfer.kv_connector.v1.metrics, vllm.v1.kv_cache_interface\n"
@@ -201,13 +261,15 @@ def test_the_connector_brings_nothing_into_vllms_processes(tmp_path: Path) -> No
         "from replica_agent.engines.vllm import PrefixGatewayConnector as connector\n"
         "assert issubclass(connector, base.KVConnectorBase_V1) and not connector.__abstractmethods__\n"
         "new = set(sys.modules) - before\n"
+        "print(sys.modules['replica_agent'].__file__)\n"
         "print(sorted({name.partition('.')[0] for name in new} - {'kvstore', 'replica_agent', 'vllm'}))"
     )
-    environ = {"PYTHONPATH": str(vllm_env.CHECKOUT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environ = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(
         [str(vllm_env.python()), "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [str(target / "replica_agent/__init__.py"), "[]"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_ranks_are_no_part_of_a_block(engines: tuple[PooledEngine, PooledEngine]
     source, reader = engines if direction == "one to two" else engines[::-1]
     rng = random.Random(direction)
     whole = 0
-    for _ in range(10):
+    for _ in range(60):
         parts = [rng.randrange(10**9) for _ in range(rng.randrange(1, 12))]
         prompt = prompt_of(*parts, extra=rng.choice((1, 60)))
         expected = source.complete(prompt)
@@ -40,6 +40,8 @@ def test_ranks_are_no_part_of_a_block(engines: tuple[PooledEngine, PooledEngine]
         assert answer.tokens == expected.tokens
         assert answer.cached in (0, len(parts) * BLOCK)
         whole += answer.cached > 0
-    assert whole >= 2, "most are fetched"
+        if whole == 10:
+            break
+    assert whole == 10, "all that a busy host does not answer too late"
     for engine in engines:
         engine.wait_quiet()

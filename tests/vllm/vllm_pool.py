@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
+from kv_link import Link
 from loopback_ports import HOST, free_port
 from vllm_engine import prompt_of
 from vllm_models import kv_bytes_per_token
@@ -76,7 +78,8 @@ class PooledEngine:
         """Parts of prompts that nobody else uses."""
         self.server = VllmServer(model, flags=[*connector_flags(self.socket), *flags], **more)
         self._port = free_port()
-        self._pool_bytes = pool_blocks * pitch_of(kv_bytes_per_token(model, 4) * BLOCK)
+        self.pitch = pitch_of(kv_bytes_per_token(model, 4) * BLOCK)
+        self._pool_bytes = pool_blocks * self.pitch
         self._flags = dict(agent or {})
         self._environ = os.environ | ({"REPLICA_AGENT_TOKEN": token} if token else {})
         self._agent: subprocess.Popen[bytes] | None = None
@@ -240,6 +243,63 @@ class PooledEngine:
             assert self._agent is None or self._agent.poll() is None, "the agent ended"
             assert time.monotonic() < deadline, f"not within {seconds:g} s: {self._ask('/debug/check')}"
             time.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def stoppable(source: PooledEngine, *, pool_blocks: int = 512) -> AsyncIterator[tuple[Link, dict[str, str]]]:
+    """Its agent anew, with an empty pool of so many blocks, and the link that all takes which is fetched from it;
+    and the flags for another life of that agent. An ordinary agent is there when the context is left."""
+    port = free_port()
+    async with Link(port) as link:
+        flags = {"transports": "tcp", "data_port": str(port), "data_advertise": f"{HOST}:{link.port}"}
+        flags["pool_bytes"] = str(pool_blocks * source.pitch)
+        source.kill_agent()
+        source.start_agent(**flags)
+        source.wait_connected()
+        try:
+            yield link, flags
+        finally:
+            link.resume()
+            source.kill_agent()
+            source.start_agent()
+
+
+@dataclass(frozen=True)
+class HalfFetched:
+    """A request whose fetch stands still half way, what it asks for, the blocks to fetch, and the right answer."""
+
+    name: str
+    prompt: list[int]
+    blocks: int
+    answer: asyncio.Task[Answer]
+    expected: Answer
+
+
+async def half_fetched(
+    source: PooledEngine, reader: PooledEngine, link: Link, seeds: Iterator[int], *, deadline_ms: int, tries: int = 12
+) -> HalfFetched:
+    """Fails unless one of some fresh prompts gets so far: a busy host may answer too late for a fetch to begin. The
+    source's pool has room for all of them."""
+    blocks = 10
+    for _ in range(tries):
+        seed = next(seeds)
+        prompt, name = prompt_of(*range(seed, seed + blocks), extra=60), f"half-{seed}"
+        held = source.held
+        expected = source.complete(prompt)
+        source.wait_saved(held + blocks)
+        link.stopped.clear()
+        link.stop_at = link.passed + blocks * source.pitch // 2
+        hint = source.hint(prompt, request=name, deadline_ms=deadline_ms)
+        answer = asyncio.create_task(reader.completes(prompt, **hint))
+        stopped = asyncio.create_task(link.stopped.wait())
+        await asyncio.wait((answer, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if link.stopped.is_set():
+            assert not answer.done()
+            return HalfFetched(name, prompt, blocks, answer, expected)
+        link.resume()
+        assert (await answer).tokens == expected.tokens
+    raise AssertionError(f"no fetch of {tries} got half way: {reader.fetches()[-tries:]}")
 
 
 def start_all(engines: Sequence[PooledEngine]) -> None:
