@@ -142,6 +142,85 @@ def test_a_replica_is_learned(true: tuple[float, float, float]) -> None:
             assert replica.tokens_per_s(tokens, context) == pytest.approx(tokens / expected, rel=0.34)
 
 
+SMALL_ON_CPU = (0.045, 1.05e-3, 1.8e-7)
+LARGE_ON_GPU = (0.008, 1 / 40_000, 1e-9)
+
+
+class Engine:
+    """A replica whose true figures are known, and what is fitted to its steps."""
+
+    def __init__(self, true: tuple[float, float, float], rng: random.Random) -> None:
+        self.true = true
+        self.fitted = PrefillEstimator(prior_tokens_per_s=8_000)
+        self._rng = rng
+
+    def seconds(self, tokens: int, context: int = 0) -> float:
+        return self.true[0] + self.true[1] * tokens + self.true[2] * attended(tokens, context)
+
+    def prefills(self, count: int = 5) -> None:
+        for tokens in self._rng.sample((128, 256, 512, 1_024, 2_048), count):
+            self.step(tokens, 0, 0.05)
+
+    def rests(self, count: int) -> None:
+        """What is left to compute after fetches: a few tokens each, 35 to 55 ms where 45 are true."""
+        for _ in range(count):
+            self.step(5, self._rng.choice((0, 128, 512, 2_048, 4_096)), 0.1)
+
+    def step(self, tokens: int, context: int, noise: float) -> None:
+        took = self.seconds(tokens, context) * self._rng.lognormvariate(0, noise)
+        self.fitted.observe(tokens, attended(tokens, context), took)
+        self.fitted.check()
+
+    def error(self, tokens: int, context: int = 0) -> float:
+        return math.exp(abs(math.log(self.fitted.seconds(tokens, context) / self.seconds(tokens, context))))
+
+
+@pytest.mark.parametrize("true", [SMALL_ON_CPU, LARGE_ON_GPU], ids=["small-on-cpu", "large-on-gpu"])
+@pytest.mark.parametrize("rests_first", [False, True])
+def test_short_rests_after_fetches_say_nothing_of_long_prefills(
+    true: tuple[float, float, float], rests_first: bool
+) -> None:
+    for seed in range(8):
+        for rests in (3, 30):
+            engine = Engine(true, random.Random(seed))
+            if rests_first:
+                engine.rests(rests)
+            engine.prefills()
+            before = engine.error(4_096)
+            if not rests_first:
+                engine.rests(rests)
+            for tokens, context, most in ((4_096, 0, 1.3), (1_024, 0, 1.3), (5, 2_048, 1.3)):
+                assert engine.error(tokens, context) < most, (seed, rests, tokens, before)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_an_engine_that_changes_is_known_after_a_few_steps_of_each_kind(factor: float) -> None:
+    for seed in range(8):
+        for rests in (0, 30):
+            engine = Engine(SMALL_ON_CPU, random.Random(seed))
+            engine.prefills()
+            engine.rests(rests)
+            engine.true = (SMALL_ON_CPU[0] * factor, SMALL_ON_CPU[1] * factor, SMALL_ON_CPU[2] * factor)
+            engine.prefills(4)
+            for tokens in (512, 1_024, 4_096):
+                assert engine.error(tokens) < 1.5, (seed, rests, tokens)
+
+
+def test_latency_that_was_unknown_says_nothing_of_bandwidth() -> None:
+    """Transfers of 47 MB over a link of 1 GB/s, and then of one small block each: 20 ms, which no large one showed."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        link, true = LinkEstimator(PRIOR), LinkEstimate(2e-2, 1e9)
+        for _ in range(20):
+            size = rng.uniform(2e8, 2e9)
+            link.observe(size, true.seconds(size) * rng.lognormvariate(0, 0.05))
+        for _ in range(30):
+            link.observe(1e4, true.seconds(1e4) * rng.lognormvariate(0, 0.1))
+            link.check()
+        assert error(link, true) < 1.3, seed
+        assert link.seconds(1e9) == pytest.approx(true.seconds(1e9), rel=0.3), seed
+
+
 def test_a_replica_begins_with_the_speed_it_is_given() -> None:
     replica = PrefillEstimator(prior_tokens_per_s=4_000)
     assert replica.seconds(1_000, context=9_000) == pytest.approx(0.25)

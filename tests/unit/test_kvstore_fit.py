@@ -10,61 +10,91 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 
-from kvstore.fit import ANCHOR, CHANGE, FADE, PRIOR_WEIGHT, SURPRISE, DurationFit
+from kvstore.fit import ANCHOR, CHANGE, EXPLAINED, MEMORY, PRIOR_WEIGHT, SURPRISE, DurationFit
 
 
 class Twin:
-    """The same model, said plainly: a list of weighted observations, and least squares of it at every step."""
+    """The same model, said plainly: weighted rows, and numpy's least squares of them."""
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         self.scales = np.array(scales)
         self.values = np.array(prior) / self.scales
-        self.seen: list[tuple[float, np.ndarray, float]] = []
-        self.surprises: list[tuple[Sequence[float], float]] = []
+        self.seen: list[tuple[np.ndarray, float]] = []
+        self.prior: tuple[np.ndarray, float] | None = None
+        self.learned = 0
+        self.aside: list[tuple[np.ndarray, float]] = []
         self.side = 0
 
-    def predict(self, features: Sequence[float]) -> float:
+    def predict(self, features: Sequence[float] | np.ndarray) -> float:
         return float(np.dot(self.values * self.scales, features))
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        expected = max(self.predict(features), 1e-9)
-        side = int(seconds / expected > SURPRISE) - int(seconds / expected < 1 / SURPRISE)
-        if side:
-            self.surprises = [*(self.surprises if side == self.side else []), (features, seconds)]
-            self.side = side
-        else:
-            self.surprises = self.surprises[1:]
-        if len(self.surprises) == CHANGE:
-            self.values = self.values * np.median([s / max(self.predict(f), 1e-9) for f, s in self.surprises])
-            self.seen = [(1.0, np.array(f) * self.scales / s, 1.0) for f, s in self.surprises]
-            self.surprises = []
-        else:
-            x = np.array(features) * self.scales / expected
-            if not self.seen:
-                self.seen = [(PRIOR_WEIGHT, x, 1.0)]
-            self.seen = [(weight * FADE, *rest) for weight, *rest in self.seen]
-            self.seen.append((1.0, x, float(np.clip(seconds / expected, 1 / SURPRISE, SURPRISE))))
-        self.solve()
+        one = (np.array(features), seconds)
+        ratio = seconds / self.predict(features)
+        side = int(ratio > SURPRISE) - int(ratio < 1 / SURPRISE)
+        if side == 0:
+            self.learn([*self.aside[:1], one])
+            self.aside = self.aside[1:]
+            return
+        if self.aside and side != self.side:
+            self.learn(self.aside)
+            self.aside = []
+        self.aside, self.side = [*self.aside, one], side
+        if len(self.aside) == CHANGE:
+            self.change(self.aside)
+            self.aside = []
 
-    def solve(self) -> None:
+    def learn(self, those: list[tuple[np.ndarray, float]]) -> None:
+        for features, seconds in those:
+            self.prior = self.prior or (features, self.predict(features))
+            self.learned += 1
+            self.seen = [*self.seen, (features, seconds)][-MEMORY:]
+        self.solve(self.values)
+
+    def factor(self, those: list[tuple[np.ndarray, float]]) -> float:
+        return float(np.median([seconds / self.predict(features) for features, seconds in those]))
+
+    def change(self, those: list[tuple[np.ndarray, float]]) -> None:
+        before, first = self.values, not self.seen
+        self.learn(those)
+        if not first:
+            largest = np.min([s / np.maximum(f * self.scales, 1e-9) for f, s in self.seen], axis=0)
+            for _ in range(10):
+                self.solve(np.maximum(self.values, largest))
+            if 1 / EXPLAINED < self.factor(those) < EXPLAINED:
+                return
+        self.values = before
+        self.values = before * self.factor(those)
+        self.seen = those
+        self.learned = 10_000
+        self.solve(self.values)
+
+    def solve(self, steps: np.ndarray) -> None:
         size = len(self.values)
-        total = sum(weight for weight, *_ in self.seen)
-        anchors = np.sqrt(ANCHOR * total) / np.maximum(self.values, 1)
-        matrix = np.vstack([*(math.sqrt(w) * x for w, x, _ in self.seen), np.diag(anchors)])
-        target = np.array([*(math.sqrt(w) * y for w, _, y in self.seen), *(anchors * self.values)])
+        rows = [(1.0, *one) for one in self.seen]
+        if self.prior:
+            rows.append((2 * PRIOR_WEIGHT * 0.5**self.learned, *self.prior))
+        total = sum(weight for weight, *_ in rows)
+        matrix, target = [], []
+        for weight, features, seconds in rows:
+            expected = self.predict(features)
+            matrix.append(math.sqrt(weight) * features * self.scales / expected)
+            target.append(math.sqrt(weight) * float(np.clip(seconds / expected, 1 / SURPRISE, SURPRISE)))
+        anchors = np.sqrt(ANCHOR * total) / np.maximum(steps, 1)
+        a, y = np.vstack([*matrix, np.diag(anchors)]), np.array([*target, *(anchors * self.values)])
         best, least = self.values, math.inf
         for free in chain.from_iterable(combinations(range(size), count) for count in range(1, size + 1)):
-            part, *_ = np.linalg.lstsq(matrix[:, free], target, rcond=None)
+            part, *_ = np.linalg.lstsq(a[:, free], y, rcond=None)
             values = np.zeros(size)
             values[list(free)] = part
-            loss = float(np.square(matrix @ values - target).sum())
+            loss = float(np.square(a @ values - y).sum())
             if part.min() >= 0 and loss < least * (1 - 1e-12):
                 best, least = values, loss
         self.values = best
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_sums_are_those_of_all_observations(seed: int) -> None:
+def test_it_is_as_the_twin_says(seed: int) -> None:
     """Links that change, outliers, and lengths that are all alike for a while."""
     rng = random.Random(seed)
     prior, scales = (1e-3, 1e-4, 0.0), (1e-3, 1e-4, 1e-8)
