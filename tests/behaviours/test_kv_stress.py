@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from stress.driver import storm
 
-STORM_S = 90.0
+STORM_S = 120.0
 
 
 @pytest.mark.stress
