@@ -40,6 +40,17 @@ class Whole(msgspec.Struct, kw_only=True, omit_defaults=True):
     failed: str = ""
 
 
+class Recompute(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Computing the `tokens` whose KV is as many `megabytes` as a whole fetch moves, and `by` what: an engine that ran,
+    or a cost model where it could not, for the reason in `not_measured`."""
+
+    tokens: int
+    megabytes: float
+    ms: float
+    by: str
+    not_measured: str = ""
+
+
 class Report(msgspec.Struct, kw_only=True):
     """One run. `idle_cpu` is the share of a core that a process takes in which all transports wait, the reader's and
     the owner's; `unavailable` says which transports this host lacks, and why."""
@@ -51,6 +62,7 @@ class Report(msgspec.Struct, kw_only=True):
     rounds: int
     speeds: list[Speed]
     whole: list[Whole]
+    recompute: Recompute
     idle_cpu: dict[str, float]
     unavailable: dict[str, str]
 
@@ -81,6 +93,12 @@ def render_text(report: Report) -> str:
         )
         lines.append(f"  {whole.fetches} fetches, {whole.lost} more did not bring all blocks")
         lines.append("  of which " + ", ".join(f"{step} {ms:.1f}" for step, ms in whole.steps_ms.items()))
+    again = report.recompute
+    lines += ["", f"recomputing {again.tokens:,} tokens, {again.megabytes:.0f} MB of KV: {again.ms:,.1f} ms"]
+    lines.append(f"  by {again.by}" if not again.not_measured else f"  {again.by}: {again.not_measured}")
+    memcpy = [whole.memcpy_ms for whole in report.whole if whole.memcpy_ms]
+    if memcpy:
+        lines.append(f"  {again.ms / min(memcpy):,.0f} x memcpy ({min(memcpy):.1f} ms)")
     idle = ", ".join(f"{who} {share:.1%}" for who, share in report.idle_cpu.items())
     lines += ["", f"idle, share of a core: {idle}"]
     lines += [f"{name}: {why}" for name, why in report.unavailable.items()]

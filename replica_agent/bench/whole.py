@@ -189,12 +189,12 @@ async def _agents(transport: str) -> AsyncIterator[tuple[_Agent, _Agent]]:
 
 @contextlib.asynccontextmanager
 async def _agent(name: str, directory: Path, transport: str) -> AsyncIterator[_Agent]:
-    port = _free_port()
+    port = free_port()
     path = directory / f"{name}.sock"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "replica_agent", "--replica-id", name, "--port", str(port), "--kv-socket", str(path)),
         # There is no engine, and its prefill is never measured: fetch, whatever it takes.
-        *("--engine", f"http://{HOST}:{_free_port()}", "--fetch-margin", "-1000", "--transports", transport),
+        *("--engine", f"http://{HOST}:{free_port()}", "--fetch-margin", "-1000", "--transports", transport),
         *("--pool-bytes", str(_PROMPTS * SLOTS * pitch_of(BLOCK_BYTES)), "--log-level", "error"),
     )
     client = None
@@ -226,7 +226,8 @@ async def _health(http: httpx.AsyncClient, url: str) -> Any:
     return {"transports": [], "unavailable": {}}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
