@@ -44,16 +44,21 @@ SEED = 7
 MODEL = "m"
 
 
-async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str = "condition") -> None:
+async def until(
+    condition: Callable[[], bool] | Callable[[], Awaitable[bool]],
+    what: str = "condition",
+    *,
+    within_s: float = DEADLINE_S,
+) -> None:
     """Waits until the condition holds, looking again every few ms."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + within_s
     while True:
         result = condition()
         if not isinstance(result, bool):
             result = await result
         if result:
             return
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
         await asyncio.sleep(0.01)
 
 

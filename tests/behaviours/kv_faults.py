@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,9 @@ POOL = {"pool-bytes": str(16 * 1024 * 1024)}
 TCP = POOL | {"transports": "tcp"}
 AHEAD = len(LENGTH.pack(0)) + len(msgspec.msgpack.encode(Answer()))
 """Bytes that an owner sends over TCP before the first slot."""
+
+SLACK_S = 8.0
+"""What a busy host may add to the deadline and to the time that computing takes."""
 
 ENDS_S = 30.0
 """Generous: a request of these tests takes a fraction of a second to compute, and no deadline is longer than this."""
@@ -127,7 +130,7 @@ class AgentProcess:
 
         await until(look, f"{self.name} ready")
 
-    async def quiet(self) -> None:
+    async def quiet(self, within_s: float = DEADLINE_S) -> None:
         """Nothing is held for anybody any more."""
 
         async def idle() -> bool:
@@ -138,7 +141,7 @@ class AgentProcess:
             ]
             return not any(held) and not _value(page, "kvstore_leases")
 
-        await until(idle, f"{self.name} quiet")
+        await until(idle, f"{self.name} quiet", within_s=within_s)
 
     @contextlib.asynccontextmanager
     async def same_after(self) -> AsyncIterator[None]:
@@ -209,6 +212,11 @@ class Engine:
         said = await self.complete(prompt, cache_salt=f"alone {os.urandom(8).hex()}")
         assert said.cached == 0
         return said.text
+
+    async def timed(self, prompt: list[int]) -> tuple[str, float]:
+        """`computed`, and the seconds that it took."""
+        began = time.monotonic()
+        return await self.computed(prompt), time.monotonic() - began
 
     async def teach(self, prompt: list[int]) -> None:
         """Computes a prompt, and sees to it that all its full blocks are in the agent's pool."""
@@ -283,6 +291,15 @@ async def engine(beside: Agent | AgentProcess | None = None, **changes: Any) -> 
 
 
 # What came of it.
+
+
+@contextlib.contextmanager
+def within(deadline_ms: float, recompute_s: float) -> Iterator[None]:
+    """What is in it ends within deadline and recompute time."""
+    began = time.monotonic()
+    yield
+    took, allowed = time.monotonic() - began, deadline_ms / 1e3 + recompute_s + SLACK_S
+    assert took <= allowed, f"{took:.1f} s where {allowed:.1f} are allowed"
 
 
 def told(agent: Agent) -> list[tuple[FetchOutcome, str]]:
