@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvstore.cost import attended
@@ -101,3 +103,38 @@ def test_the_speed_is_told_once_it_is_known() -> None:
         assert subject.prefill_tokens_per_s is None, count
         subject.prefilled(512, attended(512), 0.5)
     assert subject.prefill_tokens_per_s is not None
+
+
+def test_deciding_costs_little_where_neither_way_is_always_best() -> None:
+    """SmolLM2's figures (benchmarks/README.md), and links on which fetching pays always, for long prompts, and never.
+    Told of what it did alone, as an agent is, with noise."""
+    rng = random.Random(0)
+    totals = dict.fromkeys(("best", "decided", "fetched", "recomputed"), 0.0)
+    size = 23_040 * 16
+    for rate in (50e6, 15e6, 8e6):
+        subject = Estimates(margin=0.1)
+
+        def compute(tokens: int, context: int) -> float:
+            took = 0.045 + 1.05e-3 * tokens + 1.8e-7 * attended(tokens, context)
+            return took * rng.lognormvariate(0, 0.05)
+
+        for at in range(70):
+            blocks = rng.choice((8, 32, 64, 128, 256))
+            asked = prompt(blocks, tail=5, size=size)
+            move_s = (0.003 + blocks * size / rate) * rng.lognormvariate(0, 0.05)
+            rest_s, recompute_s = compute(*asked.rest(blocks)), compute(*asked.rest(0))
+            ways = {True: move_s + rest_s, False: recompute_s}
+            # The first ten are no choices: nothing was known.
+            fetches = subject.worth_fetching(asked, 0, blocks, "a") if at >= 10 else at % 2 == 0
+            if fetches:
+                subject.fetched("a", blocks * size, move_s)
+            tokens, context = asked.rest(blocks if fetches else 0)
+            subject.prefilled(tokens, attended(tokens, context), rest_s if fetches else recompute_s)
+            if at >= 10:
+                totals["best"] += min(ways.values())
+                totals["decided"] += ways[fetches]
+                totals["fetched"] += ways[True]
+                totals["recomputed"] += ways[False]
+    assert totals["decided"] < 1.05 * totals["best"], totals
+    assert totals["fetched"] > 1.1 * totals["best"], totals
+    assert totals["recomputed"] > 1.1 * totals["best"], totals
