@@ -208,8 +208,9 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """By which share of the total a way was slower than the better arm of the same round and length: what the decided
-    requests took, what all fetched ones took, and all recomputed ones. `errors`: predicted over measured, the decider's
-    figures; its recompute time, and that of a fetch and the rest, beside the arms of the same round."""
+    requests took, what all fetched ones took, and all recomputed ones. `chosen` is what the arms took that were chosen:
+    without what one replica differs by from the other, and one minute from the next. `errors`: predicted over measured,
+    the decider's figures; its recompute time, and that of a fetch and the rest, beside the arms of the same round."""
     best = sum(min(row["fetched_s"], row["recomputed_s"]) for row in rows)
     fetches = sum(brought(row["decision"]) for row in rows)
     recompute = [row["decision"]["predicted_recompute_s"] / row["recomputed_s"] for row in rows]
@@ -222,6 +223,7 @@ def regret(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "recomputes_chosen": len(rows) - fetches,
         "fetching_was_better": sum(row["fetched_s"] < row["recomputed_s"] for row in rows),
         "decided": sum(row["decided_s"] for row in rows) / best - 1,
+        "chosen": sum(row["fetched_s"] if brought(row["decision"]) else row["recomputed_s"] for row in rows) / best - 1,
         "always_fetch": sum(row["fetched_s"] for row in rows) / best - 1,
         "never_fetch": sum(row["recomputed_s"] for row in rows) / best - 1,
         "errors": {
@@ -244,10 +246,13 @@ def markdown(table: Sequence[dict[str, Any]], regrets: dict[str, dict[str, Any]]
             f"| {1e3 * row['predicted_recompute_s']:.0f} "
             f"| {1e3 * (row['predicted_fetch_s'] + row['predicted_rest_s']):.0f} | {' | '.join(steps)} |"
         )
-    lines += ["", "| link | fetched / recomputed | fetching was better | regret | always fetch | never fetch |"]
-    lines += ["|---" * 6 + "|"]
+    lines += [
+        "",
+        "| link | fetched / recomputed | fetching was better | regret | of the choice | always fetch | never fetch |",
+    ]
+    lines += ["|---" * 7 + "|"]
     for link, each in regrets.items():
-        shares = [f"{100 * each[way]:.1f} %" for way in ("decided", "always_fetch", "never_fetch")]
+        shares = [f"{100 * each[way]:.1f} %" for way in ("decided", "chosen", "always_fetch", "never_fetch")]
         chosen = each["fetches_chosen"], each["recomputes_chosen"]
         lines.append(f"| {link} | {chosen[0]} / {chosen[1]} | {each['fetching_was_better']} | {' | '.join(shares)} |")
     for name, error in regrets["all"]["errors"].items():
