@@ -27,10 +27,12 @@ class CostModel:
     Prefill weighs more than waiting because it also delays whoever comes next and leaves one more copy behind. Sixteen
     requests at one instant with one new prefix of 3,000 tokens end as 8 copies on 8 replicas with a weight of 1, as 4
     with 1.5, which is what the bound on prefill asks for (`tests/behaviours/test_placement.py`). Mean TTFT does not
-    choose: on chat and agent traces weights from 1 to 2 differ by less than the noise between samples.
+    choose: on chat and agent traces weights from 1 to 2.5 differ by less than the noise between samples
+    (`benchmarks/README.md`, "Constants of placement", here and below).
     Evicted tokens are what the replica's cache must give up for the new blocks, each priced at the effort of computing
     it again times the chance that it is used again (`Evictions`), and weigh `eviction_weight`: whoever comes back for
-    them waits, and so do those behind. From 1 to 2 it makes no difference beyond the noise.
+    them waits, and so do those behind. Without that agents wait a fifth to a quarter longer; from 1 to 4 it makes no
+    difference beyond the noise.
 
     A fetch goes on while the request waits for its turn, so only what is longer than the queue counts. It is cheap, but
     not free: it leaves one more copy behind, and it may fail. So it is charged `band_tokens` of prefill. A holder

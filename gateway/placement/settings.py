@@ -8,7 +8,8 @@ from gateway.errors import SettingsError
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Constants of placement; the defaults are what `benchmarks/placement.py` and `tests/behaviours` were run with.
+    """Constants of placement. What other values do on recorded traffic says `benchmarks/README.md`, "Constants of
+    placement"; why they are as they are, the places named here.
 
     Raises SettingsError, naming the key, for a value that makes no sense.
     """
