@@ -17,7 +17,8 @@ PRIOR_CHANCE = 0.25
 PRIOR_TOKENS = 65_536.0
 """Until more than this has been seen, a block counts as likely to be used again whatever its age. Low, because a wrong
 certainty costs more than no price at all: S = 1 made it 1.27 and 2.58 times one big cache's TTFT, no price 1.08 and
-1.72 (chats and agents, simulated)."""
+1.72 (chats and agents, simulated). How low, and for how long, recorded traffic does not show (`benchmarks/README.md`,
+"Constants of placement")."""
 
 REFRESH = 16
 """The curve is drawn anew after so many prompts."""
