@@ -13,6 +13,7 @@ from kv_support import BLOCK_BYTES, Agent, agent, both_quiet, key_of, keys_of, p
 from loopback_ports import free_port
 
 from kvstore.engine_messages import Loading, Nothing, Ready
+from kvstore.fit import CHANGE
 from kvstore.messages import FetchOutcome
 from kvstore.slot import verify
 from kvstore.transfer.loopback import Network
@@ -210,8 +211,9 @@ async def test_a_deadline_without_a_block_is_late(tmp_path: Path) -> None:
         await source.engine.save(TEN)
         network.faults.hold = asyncio.Event()
         before = reader.kv.estimates.link.seconds(BLOCK_BYTES)
-        assert await reader.engine.load("r", TEN, source.hint(10, deadline_ms=600)) == 0
-        assert (reader.record.outcome, reader.record.reason) == (FetchOutcome.LATE, "deadline")
+        for request in range(CHANGE):
+            assert await reader.engine.load(f"r{request}", TEN, source.hint(10, deadline_ms=600)) == 0
+            assert (reader.records[-1].outcome, reader.records[-1].reason) == (FetchOutcome.LATE, "deadline")
         assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
         await both_quiet(source, reader)
 
@@ -220,14 +222,15 @@ async def test_an_owner_that_nothing_gets_through_to_is_found_slow(tmp_path: Pat
     network = Network()
     async with pair(tmp_path, network) as (source, reader):
         await source.engine.save(TEN)
-        network.faults.hold, network.faults.stop_after = asyncio.Event(), 0
         before = reader.kv.estimates.link.seconds(BLOCK_BYTES)
-        await reader.engine.prepare("r", TEN, source.hint(10))
-        began = time.monotonic()
-        await until(lambda: time.monotonic() > began + 0.1, "as long as nothing gets through")
-        network.faults.hold.set()
-        assert await reader.engine.settled("r") == Nothing(reason="broken")
-        assert reader.record.outcome is FetchOutcome.FAILED
+        for request in map(str, range(CHANGE)):
+            network.faults.hold, network.faults.stop_after = asyncio.Event(), 0
+            await reader.engine.prepare(request, TEN, source.hint(10))
+            until_then = time.monotonic() + 0.1
+            await until(lambda then=until_then: time.monotonic() > then, "as long as nothing gets through")  # type: ignore[misc]
+            network.faults.hold.set()
+            assert await reader.engine.settled(request) == Nothing(reason="broken")
+            assert reader.records[-1].outcome is FetchOutcome.FAILED
         assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
         await both_quiet(source, reader)
 
@@ -249,12 +252,13 @@ async def test_what_a_deadline_cuts_short_teaches_what_all_would_have_taken(tmp_
 async def test_an_owner_that_confirms_too_late_is_late_whoever_notices_first(tmp_path: Path) -> None:
     async with pair(tmp_path, Network()) as (source, reader):
         await source.engine.save(TEN)
-        source.gate.shut("/release")
         before = reader.kv.estimates.link.seconds(BLOCK_BYTES)
-        assert await reader.engine.load("r", TEN, source.hint(10, deadline_ms=600)) == 0
-        assert (reader.record.outcome, reader.record.reason) == (FetchOutcome.LATE, "deadline")
-        source.gate.open.set()
-        await both_quiet(source, reader)
+        for request in range(CHANGE):
+            source.gate.shut("/release")
+            assert await reader.engine.load(f"r{request}", TEN, source.hint(10, deadline_ms=600)) == 0
+            assert (reader.records[-1].outcome, reader.records[-1].reason) == (FetchOutcome.LATE, "deadline")
+            source.gate.open.set()
+            await both_quiet(source, reader)
         assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
 
 
