@@ -200,13 +200,14 @@ class PoolClient:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _ask(self, question: wire.Question, kind: type[_A], seconds: float = VERB_S) -> _A:
+    def _ask(self, question: wire.Question, kind: type[_A], seconds: float | None = None) -> _A:
         answer = self._exchange(question, seconds)
         if isinstance(answer, kind):
             return answer
         raise self._misled(question, answer)
 
-    def _exchange(self, question: wire.Question, seconds: float = VERB_S) -> wire.Answer:
+    def _exchange(self, question: wire.Question, seconds: float | None = None) -> wire.Answer:
+        seconds = VERB_S if seconds is None else seconds
         frame = wire.encode(question)
         deadline = self._clock() + seconds
         if not self._lock.acquire(timeout=seconds):
