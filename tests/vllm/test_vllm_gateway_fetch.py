@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from agent_support import until
+from pinned_client import ONE, TWO, PinnedClient
 from vllm_deployment import serving
 from vllm_engine import prompt_of
 from vllm_models import model_directory
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.vllm
 TOKEN = "the-deployments-own"
 NAME = "tiny"
 """As our servers call any model."""
-ONE, TWO = "replica-0", "replica-1"
 TRIES = 12
 """Of fresh prompts: a host that gives the agents no core for the 45 ms that a lease may take loses a fetch."""
 
@@ -41,75 +40,19 @@ def engines() -> Iterator[tuple[PooledEngine, PooledEngine]]:
         yield one, two
 
 
-class Said(NamedTuple):
-    text: str
-    cached: int
-    receipt: dict[str, Any]
-
-
-class Client:
-    """Asks one gateway, and reads what became of each request."""
-
-    def __init__(self, url: str, admin: str, http: httpx.AsyncClient) -> None:
-        self._url = url
-        self._admin = admin
-        self._http = http
-
-    async def get(self, path: str) -> Any:
-        response = await self._http.get(f"{self._admin}{path}")
-        response.raise_for_status()
-        return response.json()
-
-    async def ask(self, number: int, replica: str) -> Said:
-        """About one text that no other number has, of that replica."""
-        text = DOCUMENTS[number % len(DOCUMENTS)].text[:3_000]
-        messages = [
-            {"role": "system", "content": f"You are assistant {number}. {text}"},
-            {"role": "user", "content": "What is this about?"},
-        ]
-        body = {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        pin = {"x-gateway-pin": replica}
-        response = await self._http.post(f"{self._url}/v1/chat/completions", json=body, headers=pin)
-        assert response.status_code == 200, response.text
-        answer = response.json()
-        receipt: dict[str, Any] = {}
-
-        async def told() -> bool:
-            found = await self._http.get(f"{self._admin}/admin/receipts/{response.headers['x-request-id']}")
-            if found.status_code == 200:
-                receipt.update(found.json())
-            return bool(receipt) and bool(not receipt["fetch"] or receipt["fetched"])
-
-        await until(told, "receipt")
-        assert receipt["replica"] == replica
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return Said(answer["choices"][0]["message"]["content"], cached, receipt)
-
-    async def teach(self, number: int) -> Said:
-        """Of the first replica; when this returns the gateway knows that its agent has all of it."""
-        before = await self._pooled()
-        said = await self.ask(number, ONE)
-        blocks = (said.receipt["prompt_tokens"] - said.cached) // BLOCK
-
-        async def known() -> bool:
-            return await self._pooled() >= before + blocks
-
-        await until(known, "in the pool")
-        return said
-
-    async def _pooled(self) -> int:
-        found = await self.get("/admin/replicas")
-        return next(int(each["pool_blocks"]) for each in found["replicas"] if each["id"] == ONE)
+def system(number: int) -> str:
+    """A text that no other number has."""
+    return f"You are assistant {number}. {DOCUMENTS[number % len(DOCUMENTS)].text[:3_000]}"
 
 
 @pytest.fixture
-async def client(engines: tuple[PooledEngine, PooledEngine], tmp_path: Path) -> AsyncIterator[Client]:
+async def client(engines: tuple[PooledEngine, PooledEngine], tmp_path: Path) -> AsyncIterator[PinnedClient]:
     replicas = [{"id": each.replica, "engine": each.server.url, "agent": each.agent_url} for each in engines]
     config = tmp_path / "gateway.yaml"
     config.write_text(json.dumps({"replicas": replicas, "placement": {"allow_pinning": True}}))
     async with serving("--config", str(config), token=TOKEN) as (url, admin):
         async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
-            asking = Client(url, admin, http)
+            asking = PinnedClient(url, admin, http, model=NAME, block=BLOCK, system=system)
 
             async def ready() -> bool:
                 found = await asking.get("/admin/replicas")
@@ -120,7 +63,7 @@ async def client(engines: tuple[PooledEngine, PooledEngine], tmp_path: Path) -> 
             yield asking
 
 
-async def test_what_one_vllm_computed_the_other_fetches(client: Client) -> None:
+async def test_what_one_vllm_computed_the_other_fetches(client: PinnedClient) -> None:
     became = []
     for number in range(TRIES):
         first = await client.teach(number)
