@@ -184,9 +184,7 @@ class Evictions:
         self.reuse.observe(blocks, view.block_tokens, held, now - last, now)
         if not view.capacity_blocks:
             return
-        cache = self._caches.get(view.id)
-        if cache is None:
-            cache = self._caches[view.id] = _Cache(view.held_blocks, now)
+        cache = self._cache(view.id, view.held_blocks, now)
         cache.room = view.capacity_blocks
         cache.order.use(blocks[: view.capacity_blocks], now)
         cache.order.shrink(view.capacity_blocks)
@@ -234,15 +232,20 @@ class Evictions:
             cache.order.check()
             assert cache.before >= 0
 
+    def _cache(self, replica: str, held: int, now: float) -> _Cache:
+        """What is believed of its cache, from now on where that was nothing."""
+        cache = self._caches.get(replica)
+        if cache is None:
+            cache = self._caches[replica] = _Cache(held, now)
+        return cache
+
     def _take_up(self, use: Use, now: float) -> int:
         """The whole chain was used; returns how many look-ups it took to find its beginning."""
         replica, key, keys = use
         held = self._index.held_blocks(replica, Tier.HBM)
         if not self._index.holder_mask(keys[-1]) & self._index.bit(replica):
             return 0  # gone again
-        cache = self._caches.get(replica)
-        if cache is None:
-            cache = self._caches[replica] = _Cache(held, now)
+        cache = self._cache(replica, held, now)
         parts: list[Sequence[int]] = [keys]
         size = len(keys)
         while key:

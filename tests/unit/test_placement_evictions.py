@@ -7,21 +7,13 @@ from array import array
 from collections import OrderedDict
 
 import pytest
+from chain_support import chained
 
 from gateway.placement.eviction_order import EvictionOrder
 from gateway.placement.evictions import Evictions
 from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.placement.reuse import PRIOR_CHANCE, ReuseCurve
-
-
-def _keys(*numbers: int) -> array[int]:
-    """Chained keys: each stands for the whole path up to it."""
-    keys, path = array("Q"), 0
-    for number in numbers:
-        path = hash((path, number)) & (1 << 64) - 1
-        keys.append(path)
-    return keys
 
 
 class NaiveOrder:
@@ -77,7 +69,7 @@ def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_al
     given = dropped = 0
     for step in range(900):
         # Few numbers, so that paths branch everywhere and come again.
-        path = _keys(*(rng.randrange(3) for _ in range(rng.randrange(12))))
+        path = chained(*(rng.randrange(3) for _ in range(rng.randrange(12))))
         assert order.held(path) == naive.held(path)
         if giving and rng.random() < 0.3:
             keep = rng.choice((0, 0, 2))
@@ -107,15 +99,15 @@ def test_the_order_is_that_of_an_lru_tails_first_and_what_was_given_up_before_al
 
 def test_a_segment_is_found_by_its_last_block_and_nothing_is_left_once_it_is_cleared():
     order = EvictionOrder()
-    order.use(_keys(1, 2, 3), 1.0)
-    order.use(_keys(1, 5), 2.0)
-    rest = order.ending(_keys(1, 2, 3)[-1])
+    order.use(chained(1, 2, 3), 1.0)
+    order.use(chained(1, 5), 2.0)
+    rest = order.ending(chained(1, 2, 3)[-1])
     assert rest is not None
-    assert (list(rest.keys), rest.depth) == (list(_keys(1, 2, 3)[1:]), 1)
-    assert order.ending(_keys(1)[-1]) is None, "in the middle of the youngest"
+    assert (list(rest.keys), rest.depth) == (list(chained(1, 2, 3)[1:]), 1)
+    assert order.ending(chained(1)[-1]) is None, "in the middle of the youngest"
     order.clear()
     order.check()
-    assert (order.blocks, order.held(_keys(1))) == (0, 0)
+    assert (order.blocks, order.held(chained(1))) == (0, 0)
 
 
 class Clock:
@@ -132,22 +124,22 @@ def _view(**fields: object) -> ReplicaView:
 
 def test_blocks_for_which_there_is_room_are_free():
     evictions = Evictions(PrefixIndex(), Clock())
-    assert evictions.price(_view(held_blocks=6), _keys(1), 4, 0) == 0
-    assert evictions.price(_view(held_blocks=6), _keys(1), 5, 0) == 16 * PRIOR_CHANCE
-    assert evictions.price(_view(held_blocks=6), _keys(1), 4, 3) == 3 * 16 * PRIOR_CHANCE, "others come first"
-    assert evictions.price(_view(held_blocks=6, capacity_blocks=0), _keys(1), 50, 0) == 0, "of unknown size"
-    assert evictions.price(_view(held_blocks=10), _keys(1), 50, 0) == 10 * 16 * PRIOR_CHANCE, "no more than there are"
+    assert evictions.price(_view(held_blocks=6), chained(1), 4, 0) == 0
+    assert evictions.price(_view(held_blocks=6), chained(1), 5, 0) == 16 * PRIOR_CHANCE
+    assert evictions.price(_view(held_blocks=6), chained(1), 4, 3) == 3 * 16 * PRIOR_CHANCE, "others come first"
+    assert evictions.price(_view(held_blocks=6, capacity_blocks=0), chained(1), 50, 0) == 0, "of unknown size"
+    assert evictions.price(_view(held_blocks=10), chained(1), 50, 0) == 10 * 16 * PRIOR_CHANCE, "no more than there are"
 
 
 def test_what_is_computed_again_at_its_depth_costs_more_and_the_prompts_own_blocks_nothing():
     evictions = Evictions(PrefixIndex(), Clock())
-    old, new = _keys(*range(6)), _keys(*range(10, 14))
+    old, new = chained(*range(6)), chained(*range(10, 14))
     evictions.used(_view(), old)
     evictions.used(_view(), new)
     full = _view(held_blocks=10, attention=0.1)
     # Its two last blocks, which end at 6: tokens 64 to 96 of the path, 80 in the mean.
-    assert evictions.price(full, _keys(99), 2, 0) == pytest.approx(2 * 16 * PRIOR_CHANCE * (1 + 0.1 * 80))
-    assert evictions.price(full, _keys(*range(6), 99), 1, 0) == pytest.approx(
+    assert evictions.price(full, chained(99), 2, 0) == pytest.approx(2 * 16 * PRIOR_CHANCE * (1 + 0.1 * 80))
+    assert evictions.price(full, chained(*range(6), 99), 1, 0) == pytest.approx(
         16 * PRIOR_CHANCE * (1 + 0.1 * 3.5 * 16)
     ), "the end of the other one, though it is younger"
     evictions.check()
@@ -156,10 +148,10 @@ def test_what_is_computed_again_at_its_depth_costs_more_and_the_prompts_own_bloc
 def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_known():
     clock = Clock()
     evictions = Evictions(PrefixIndex(), clock)
-    evictions.used(_view(held_blocks=4), _keys(1, 2))
+    evictions.used(_view(held_blocks=4), chained(1, 2))
     full = _view(held_blocks=10, attention=0.1)
-    assert evictions.price(full, _keys(9), 4, 0) == pytest.approx(4 * 16 * PRIOR_CHANCE)
-    deep = evictions.price(full, _keys(9), 6, 0)
+    assert evictions.price(full, chained(9), 4, 0) == pytest.approx(4 * 16 * PRIOR_CHANCE)
+    deep = evictions.price(full, chained(9), 6, 0)
     # Two of the six placed since: every third of them is ours, so two thirds of a block, three times.
     assert deep == pytest.approx((4 + 2 * (1 + 0.1 * 16 * (2 - 1 / 3))) * 16 * PRIOR_CHANCE)
 
@@ -167,26 +159,26 @@ def test_what_was_there_before_goes_first_and_what_is_unknown_is_like_what_is_kn
 def test_what_a_peer_read_goes_first_and_costs_nothing_if_the_replica_yields():
     clock = Clock()
     evictions = Evictions(PrefixIndex(), clock)
-    old, new = _keys(*range(5)), _keys(*range(10, 15))
+    old, new = chained(*range(5)), chained(*range(10, 15))
     evictions.used(_view(), old)
     clock.now = 9.0
     evictions.used(_view(), new)
     full = _view(held_blocks=10)
     each = 16 * PRIOR_CHANCE
     evictions.fetched(full, new, 0)
-    assert evictions.price(full, _keys(99), 4, 0) == 4 * each, "its engine knows nothing of it"
+    assert evictions.price(full, chained(99), 4, 0) == 4 * each, "its engine knows nothing of it"
     evictions.fetched(_view(yields=True), new, 2)
-    assert evictions.price(full, _keys(99), 3, 0) == 0
-    assert evictions.price(full, _keys(99), 4, 0) == each, "two blocks stay: the next is of the older prompt"
+    assert evictions.price(full, chained(99), 3, 0) == 0
+    assert evictions.price(full, chained(99), 4, 0) == each, "two blocks stay: the next is of the older prompt"
     assert evictions.price(full, new, 4, 0) == 4 * each, "they are not dropped for what comes after them"
     evictions.used(_view(), new)
-    assert evictions.price(full, _keys(99), 3, 0) == 3 * each, "used again"
+    assert evictions.price(full, chained(99), 3, 0) == 3 * each, "used again"
     evictions.check()
 
 
 def test_a_prompt_that_others_will_push_out_is_not_counted_on():
     evictions = Evictions(PrefixIndex(), Clock())
-    old, new = _keys(*range(6)), _keys(*range(10, 18))
+    old, new = chained(*range(6)), chained(*range(10, 18))
     evictions.used(_view(), old)
     evictions.used(_view(held_blocks=6), new)
     assert evictions.left(_view(held_blocks=6), old, 6, 8) == 2
@@ -200,7 +192,7 @@ def _seen(curve: ReuseCurve, chats: int, turns: int, gap_s: float) -> None:
     """Conversations that go on `turns` times, each `gap_s` after the turn before."""
     for turn in range(turns + 1):
         for chat in range(chats):
-            keys = _keys(chat, *range(turn + 1))
+            keys = chained(chat, *range(turn + 1))
             curve.observe(keys, 4096, 0, 0.0, turn * gap_s + chat * 1e-3)
 
 
@@ -218,7 +210,7 @@ def test_it_is_known_by_how_much_conversations_grow():
     assert curve.growth == 0
     _seen(curve, 10, 3, 100.0)
     assert curve.growth == 3 * 4096, "a block a turn"
-    curve.observe(_keys(999), 4096, 0, 0.0, 1e3)
+    curve.observe(chained(999), 4096, 0, 0.0, 1e3)
     assert curve.growth == 30 * 4096 / 11
 
 

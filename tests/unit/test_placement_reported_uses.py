@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from chain_support import chained
 
 from gateway.placement import evictions as evictions_module
 from gateway.placement import reported_uses
@@ -17,15 +18,6 @@ from gateway.placement.index import PrefixIndex
 from gateway.placement.placement import Claims, ReplicaView
 from gateway.placement.reported_uses import WAIT_S, ReportedUses, Use
 from kvstore.messages import ROOT_PARENT, Tier
-
-
-def _keys(*numbers: int) -> array[int]:
-    """Chained keys: each stands for the whole path up to it."""
-    keys, path = array("Q"), 0
-    for number in numbers:
-        path = hash((path, number)) & (1 << 64) - 1
-        keys.append(path)
-    return keys
 
 
 def _parents(keys: array[int]) -> array[int]:
@@ -207,7 +199,7 @@ class Gateway:
 
     def price(self, new: int) -> float:
         self.evictions.catch_up()
-        return self.evictions.price(self.view, _keys(-1), new, 0)
+        return self.evictions.price(self.view, chained(-1), new, 0)
 
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.5), (1, 0.5), (2, 0.5), (3, 1.0), (4, 0.0)])
@@ -221,7 +213,7 @@ def test_two_gateways_know_the_order_of_a_cache_whoever_placed_what(seed, share,
     for step in range(600):
         clock.now += 2.0
         # Few numbers, so that prompts branch everywhere and come again; the last is new, as an answer is.
-        keys = _keys(*(rng.randrange(3) for _ in range(rng.randrange(9))), 1000 + step)
+        keys = chained(*(rng.randrange(3) for _ in range(rng.randrange(9))), 1000 + step)
         (one if rng.random() < share else other).place(keys)
         clock.now += 2.0
         assert one.order == other.order == list(engine.lru), "the very LRU"
@@ -239,7 +231,7 @@ def test_gateways_that_share_what_they_learned_price_alike():
     gateways[1].evictions.reuse = gateways[0].evictions.reuse
     for turn in range(40):
         clock.now += 2.0
-        gateways[turn % 2].place(_keys(turn % 5, *range(turn // 5), 1000 + turn))
+        gateways[turn % 2].place(chained(turn % 5, *range(turn // 5), 1000 + turn))
     clock.now += 2.0
     for new in (5, 25, 50):
         assert gateways[0].price(new) == pytest.approx(gateways[1].price(new)) != 0
@@ -248,12 +240,12 @@ def test_gateways_that_share_what_they_learned_price_alike():
 def test_what_a_snapshot_tells_was_not_used_just_now():
     clock = Clock()
     gateway = Gateway(Engine(10), clock)
-    keys = _keys(1, 2, 3, 4)
+    keys = chained(1, 2, 3, 4)
     gateway.index.store("a", Tier.HBM, keys, _parents(keys), snapshot=True)
     clock.now = 5.0
     gateway.evictions.catch_up()
     assert gateway.evictions._caches == {}
-    longer = _keys(1, 2, 5)
+    longer = chained(1, 2, 5)
     gateway.index.store("a", Tier.HBM, longer[2:], longer[1:2])
     assert set(gateway.order) == set(longer), "of that one it was used"
     cache = gateway.evictions._caches["a"]
@@ -266,11 +258,11 @@ def test_the_report_of_an_own_placement_changes_nothing_but_when_it_was_used():
     gateway = Gateway(engine, clock)
     for number in range(3):
         clock.now += 5.0
-        gateway.evictions.used(gateway.view, _keys(1, 2, *range(10 * number, 10 * number + 4)))
+        gateway.evictions.used(gateway.view, chained(1, 2, *range(10 * number, 10 * number + 4)))
     before = [(list(segment.keys), segment.depth) for segment in gateway.evictions._caches["a"].order]
     clock.now += 5.0
     for number in range(3):
-        engine.run(_keys(1, 2, *range(10 * number, 10 * number + 4)))
+        engine.run(chained(1, 2, *range(10 * number, 10 * number + 4)))
     clock.now += 5.0
     order = gateway.order
     assert order == list(engine.lru)
@@ -284,22 +276,22 @@ def test_an_answer_takes_room_and_stands_after_its_prompt():
     clock = Clock()
     engine = Engine(10)
     gateway = Gateway(engine, clock)
-    gateway.place(_keys(1, 2, 3))
+    gateway.place(chained(1, 2, 3))
     for length in range(4, 7):
-        engine.run(_keys(*range(1, length + 1)))  # block by block
+        engine.run(chained(*range(1, length + 1)))  # block by block
     clock.now = 2.0
-    gateway.place(_keys(7, 8))
+    gateway.place(chained(7, 8))
     clock.now = 4.0
-    assert gateway.order == [*reversed(_keys(1, 2, 3, 4, 5, 6)), *reversed(_keys(7, 8))]
-    assert len(gateway.evictions._caches["a"].order.ending(_keys(*range(1, 7))[-1])) == 6, "one prompt"
+    assert gateway.order == [*reversed(chained(1, 2, 3, 4, 5, 6)), *reversed(chained(7, 8))]
+    assert len(gateway.evictions._caches["a"].order.ending(chained(*range(1, 7))[-1])) == 6, "one prompt"
 
 
 def test_what_is_evicted_is_dropped_whosever_turn_it_was():
     clock = Clock()
     gateway = Gateway(Engine(20), clock)
-    there = _keys(90, 91)
+    there = chained(90, 91)
     gateway.index.store("a", Tier.HBM, there, _parents(there), snapshot=True)
-    old, new = _keys(1, 2, 3), _keys(7, 8, 9)
+    old, new = chained(1, 2, 3), chained(7, 8, 9)
     for keys in (old, new):
         clock.now += 2.0
         gateway.place(keys)
@@ -318,7 +310,7 @@ def test_what_is_evicted_is_dropped_whosever_turn_it_was():
 def test_a_chain_that_is_not_known_whole_is_no_use(lost):
     """Its block number `lost` is not there."""
     gateway = Gateway(Engine(10), Clock())
-    keys = _keys(1, 2, 3, 4)
+    keys = chained(1, 2, 3, 4)
     there = [at for at in range(4) if at != lost]
     parents = _parents(keys)
     gateway.index.store("a", Tier.HBM, [keys[at] for at in there], [parents[at] for at in there])
@@ -338,7 +330,7 @@ def test_parents_that_lead_in_a_circle_end():
 def test_a_replica_that_left_leaves_no_uses():
     clock = Clock()
     gateway = Gateway(Engine(10), clock)
-    keys = _keys(1, 2, 3)
+    keys = chained(1, 2, 3)
     gateway.index.store("a", Tier.HBM, keys, _parents(keys))
     gateway.index.remove_replica("a")
     clock.now = 2.0
