@@ -69,6 +69,18 @@ class Admin:
             and not sample.name.startswith(("prefix_gateway_load_announcements", "prefix_gateway_replica_warmth"))
         }
 
+    async def idle(self) -> dict[str, Any]:
+        """The answer of `/admin/replicas` once nothing runs, by the gateway and by the last heartbeat of each agent."""
+        async with asyncio.timeout(SETTLE_S):
+            while True:
+                answer = await self.get("/admin/replicas")
+                assert answer.headers["content-type"] == "application/json"
+                found: dict[str, Any] = answer.json()
+                view = found["replicas"]
+                if not any(each["running_sequences"] or each["decoding"]["sequences"] for each in view):
+                    return found
+                await asyncio.sleep(0.05)
+
     async def tables(self) -> list[set[str]]:
         """What each engine holds by its own table, once the gateway counts as many blocks."""
         async with asyncio.timeout(SETTLE_S):
@@ -89,9 +101,7 @@ def admin(http: httpx.AsyncClient, cluster: Cluster) -> Admin:
 
 
 async def test_replicas(admin: Admin) -> None:
-    answer = await admin.get("/admin/replicas")
-    assert answer.headers["content-type"] == "application/json"
-    found = answer.json()
+    found = await admin.idle()
     assert [each["id"] for each in found["replicas"]] == NAMES
     for at, each in enumerate(found["replicas"]):
         assert each["engine"] == admin.cluster.engine_url(at)
@@ -174,6 +184,7 @@ async def test_explain_gives_every_replicas_terms(admin: Admin) -> None:
 async def test_explain_changes_nothing(admin: Admin) -> None:
     """Not a counter, and not the place of the next such request, however often it is asked."""
     await admin.tables()
+    await admin.idle()
     body = chat(2, "Explain this often?")
     first = (await admin.explain(body)).json()
     before = await admin.counters()
@@ -289,6 +300,7 @@ async def test_duplication_lists_as_many_as_asked_for(admin: Admin) -> None:
 
 async def test_metrics_are_prometheus_text_with_our_names(admin: Admin) -> None:
     await admin.ask(0, pin=0)
+    await admin.idle()
     answer = await admin.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = list(text_string_to_metric_families(answer.text))
