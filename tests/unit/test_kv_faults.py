@@ -214,8 +214,8 @@ async def test_a_deadline_without_a_block_is_late(tmp_path: Path) -> None:
         for request in range(CHANGE):
             assert await reader.engine.load(f"r{request}", TEN, source.hint(10, deadline_ms=600)) == 0
             assert (reader.records[-1].outcome, reader.records[-1].reason) == (FetchOutcome.LATE, "deadline")
-        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
         await both_quiet(source, reader)
+        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
 
 
 async def test_an_owner_that_nothing_gets_through_to_is_found_slow(tmp_path: Path) -> None:
@@ -231,8 +231,8 @@ async def test_an_owner_that_nothing_gets_through_to_is_found_slow(tmp_path: Pat
             network.faults.hold.set()
             assert await reader.engine.settled(request) == Nothing(reason="broken")
             assert reader.records[-1].outcome is FetchOutcome.FAILED
-        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
         await both_quiet(source, reader)
+        assert reader.kv.estimates.link.seconds(BLOCK_BYTES) > before
 
 
 async def test_what_a_deadline_cuts_short_teaches_what_all_would_have_taken(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ async def test_what_a_deadline_cuts_short_teaches_what_all_would_have_taken(tmp_
             await source.engine.save(keys)
             network.faults.hold, network.faults.hold_at = asyncio.Event(), 2
             assert await reader.engine.load(f"r{seed}", keys, source.hint(10, deadline_ms=400)) == 2
+        await both_quiet(source, reader)
         link = reader.kv.estimates.links[source.name]
         # Two came in 0.3 seconds, so ten would have taken 1.6.
         assert link.seconds(10 * BLOCK_BYTES) > 1.2
-        await both_quiet(source, reader)
 
 
 async def test_an_owner_that_confirms_too_late_is_late_whoever_notices_first(tmp_path: Path) -> None:
