@@ -59,9 +59,9 @@ class LinkEstimator:
         """A transfer of `size` bytes took `seconds`; what cannot be one is ignored."""
         self._fit.observe((1.0, size), seconds)
 
-    def seconds(self, size: float) -> float:
-        """What a transfer of `size` bytes is expected to take."""
-        return self.estimate.seconds(size)
+    def expects(self, size: float, seconds: float) -> bool:
+        """Whether `seconds` for `size` bytes would be no surprise."""
+        return self._fit.expects((1.0, size), seconds)
 
     @property
     def estimate(self) -> LinkEstimate:

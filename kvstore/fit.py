@@ -82,14 +82,17 @@ class DurationFit:
         bounded = (min(max(feature, 0), _LARGEST) for feature in features)
         return sum(map(mul, self.coefficients, bounded), 0.0)
 
+    def expects(self, features: Sequence[float], seconds: float) -> bool:
+        """Whether it would be no surprise that these features take so long."""
+        return not self._surprising(Observation(features, seconds))
+
     def observe(self, features: Sequence[float], seconds: float) -> None:
         """One duration. What cannot be one (not finite, negative, all features 0) is ignored."""
         plausible = _LEAST_S <= seconds <= _MOST_S and all(0 <= feature <= _LARGEST for feature in features)
         if not plausible or not any(features):
             return
         seen = Observation(tuple(features), seconds)
-        ratio = self._ratio(seen)
-        side = (ratio > SURPRISE) - (ratio < 1 / SURPRISE)
+        side = self._surprising(seen)
         if not side:
             # One as expected cancels one surprise.
             self._learn([*self._surprises[:1], seen])
@@ -110,6 +113,11 @@ class DurationFit:
         assert len(self._seen) <= MEMORY, self._seen
         assert len(self._surprises) < CHANGE, self._surprises
         assert 0 <= self._prior_weight <= 2 * PRIOR_WEIGHT, self._prior_weight
+
+    def _surprising(self, seen: Observation) -> int:
+        """1 where it took far longer than is expected, -1 where it took far less, else 0."""
+        ratio = self._ratio(seen)
+        return (ratio > SURPRISE) - (ratio < 1 / SURPRISE)
 
     def _ratio(self, seen: Observation) -> float:
         """What it took over what is expected."""

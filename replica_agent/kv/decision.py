@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvstore.cost import LinkEstimate, LinkEstimator, PrefillEstimator, decide
+from kvstore.cost import LinkEstimate, PrefillEstimator, decide
+from replica_agent.kv.link import Link
 
 LINK_PRIOR = LinkEstimate(latency_s=0.003, bytes_per_s=1e9)
 """A link nothing was fetched over: three HTTP exchanges, as between hosts, and a tenth of what links between replicas
@@ -23,10 +24,6 @@ TRUSTED_AFTER = 3
 
 TYPICAL_PREFILL = 1_024
 """Tokens of the prefill whose speed is told: long enough that the fixed part of a step does not decide it."""
-
-LINK_MEMORY_S = 300.0
-"""A link that nothing came over for so long is as good as unknown: otherwise one that once was slow is never tried
-again."""
 
 _MAX_LINKS = 1_024
 
@@ -53,16 +50,11 @@ class Prediction(NamedTuple):
     recompute_s: float
 
 
-class _Link(NamedTuple):
-    estimator: LinkEstimator
-    seen: float
-
-
 class Estimates:
     """Owns the fitted figures of one agent: its engine's prefill, the copy between slots and paged blocks, and the way
     to each replica. Told by whoever measured; used on one event loop; a prediction is valid until the next one tells.
 
-    A replica nothing was fetched from yet is expected to be like the others.
+    A replica nothing was fetched from lately is expected to be like the others.
     """
 
     def __init__(self, *, margin: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,9 +62,9 @@ class Estimates:
         self._clock = clock
         self._prefill = PrefillEstimator(PREFILL_PRIOR)
         self._prefills = 0
-        self._copy = LinkEstimator(COPY_PRIOR)
-        self._any = LinkEstimator(LINK_PRIOR)
-        self._links: dict[str, _Link] = {}
+        self._copy = Link(COPY_PRIOR)
+        self._any = Link(LINK_PRIOR)
+        self._links: dict[str, Link] = {}
 
     def prefilled(self, tokens: int, attended: int, seconds: float) -> None:
         """The engine computed `tokens`, which attended to `attended` positions in sum, in `seconds`."""
@@ -81,22 +73,24 @@ class Estimates:
 
     def copied(self, size: int, seconds: float) -> None:
         """The engine copied `size` bytes from slots to its blocks."""
-        self._copy.observe(size, seconds)
+        self._copy.observe(size, seconds, self._clock(), COPY_PRIOR)
 
     def fetched(self, source: str, size: int, seconds: float) -> None:
         """`size` bytes came from `source`, from asking for the lease to the owner's word that it held."""
-        estimator = self._link(source) or LinkEstimator(self._any.estimate)
-        estimator.observe(size, seconds)
-        self._any.observe(size, seconds)
-        self._links.pop(source, None)
-        self._links[source] = _Link(estimator, self._clock())
+        now, like_others = self._clock(), self.link
+        link = self._links.pop(source, None) or Link(like_others)
+        link.observe(size, seconds, now, like_others)
+        self._any.observe(size, seconds, now, LINK_PRIOR)
+        self._links[source] = link
         while len(self._links) > _MAX_LINKS:
             del self._links[next(iter(self._links))]
 
     def predict(self, prompt: Prompt, own: int, remote: int, source: str) -> Prediction:
         """For `own` blocks out of the agent's pool and then `remote` ones from `source`."""
         moved = self.moving(source, remote * prompt.block_bytes) if remote else 0.0
-        copied = self._copy.seconds((own + remote) * prompt.block_bytes) if own + remote else 0.0
+        copied = 0.0
+        if own + remote:
+            copied = self._copy.estimate(self._clock()).seconds((own + remote) * prompt.block_bytes)
         return Prediction(
             moved + copied,
             self._prefill.seconds(*prompt.rest(own + remote)),
@@ -105,7 +99,8 @@ class Estimates:
 
     def moving(self, source: str, size: int) -> float:
         """Seconds in which `size` bytes are expected to come from `source`."""
-        return (self._link(source) or self._any).seconds(size)
+        now, link = self._clock(), self._links.get(source)
+        return (link if link is not None and link.fresh(now) else self._any).estimate(now).seconds(size)
 
     def worth_copying(self, prompt: Prompt, own: int) -> bool:
         """Whether to use `own` blocks out of the agent's pool."""
@@ -130,27 +125,17 @@ class Estimates:
     @property
     def link(self) -> LinkEstimate:
         """What is assumed of a replica nothing was fetched from lately."""
-        return self._any.estimate
+        return self._any.estimate(self._clock())
 
     @property
     def links(self) -> dict[str, LinkEstimate]:
         """What is known of each other one."""
-        return {source: link.estimator.estimate for source in list(self._links) if (link := self._fresh(source))}
+        now = self._clock()
+        return {source: link.estimate(now) for source, link in self._links.items() if link.fresh(now)}
 
     def check(self) -> None:
         """Asserts that there are no more links than allowed, and that every estimator is sound."""
         assert len(self._links) <= _MAX_LINKS
         self._prefill.check()
-        for estimator in (self._copy, self._any, *(link.estimator for link in self._links.values())):
-            estimator.check()
-
-    def _link(self, source: str) -> LinkEstimator | None:
-        link = self._fresh(source)
-        return link.estimator if link else None
-
-    def _fresh(self, source: str) -> _Link | None:
-        link = self._links.get(source)
-        if link is not None and self._clock() - link.seen > LINK_MEMORY_S:
-            del self._links[source]
-            return None
-        return link
+        for link in (self._copy, self._any, *self._links.values()):
+            link.check()

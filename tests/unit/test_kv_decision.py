@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.cost import attended
-from replica_agent.kv import decision
+from replica_agent.kv import decision, link
 from replica_agent.kv.decision import COPY_PRIOR, LINK_PRIOR, PREFILL_PRIOR, Estimates, Prompt
 
 MIB = 2**20
@@ -80,12 +80,71 @@ def test_each_source_is_known_by_itself_and_forgotten() -> None:
     # One that nothing came from is like the others were lately.
     assert subject.predict(prompt(100), 0, 100, "new").fetch_s < 1
     assert not subject.worth_fetching(prompt(100), 0, 100, "slow")
-    clock.now = decision.LINK_MEMORY_S
+    clock.now = link.MEMORY_S
     subject.fetched("fast", 100 * MIB, 0.02)
     clock.now += 1
     assert list(subject.links) == ["fast"]
     assert subject.worth_fetching(prompt(100), 0, 100, "slow")
     subject.check()
+
+
+def test_where_all_links_were_slow_one_fetch_tells_whether_they_are() -> None:
+    """Two replicas, and a network that was congested: nothing is fetched, so nothing else would be heard of it."""
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+
+    def after_a_while() -> bool:
+        clock.now += link.MEMORY_S + 1
+        return subject.worth_fetching(prompt(100), 0, 100, "a")
+
+    for _ in range(50):
+        subject.fetched("a", 100 * MIB, 10.0)
+    assert not subject.worth_fetching(prompt(100), 0, 100, "a")
+    slow = subject.links["a"]
+    for _ in range(3):
+        assert after_a_while()
+        assert subject.link.seconds(100 * MIB) < 1, "gateways are told so, or they would not name a source"
+        assert not subject.links
+        subject.fetched("a", 100 * MIB, 9.0)
+        # As it was: known at once, with all that was known of it.
+        assert not subject.worth_fetching(prompt(100), 0, 100, "a")
+        assert subject.links["a"].bytes_per_s == pytest.approx(slow.bytes_per_s, rel=0.1)
+        subject.check()
+    assert after_a_while()
+    subject.fetched("a", 100 * MIB, 0.05)
+    assert subject.worth_fetching(prompt(100), 0, 100, "a")
+    for _ in range(10):
+        subject.fetched("a", 100 * MIB, 0.05)
+    assert after_a_while()
+    assert subject.link.seconds(100 * MIB) == pytest.approx(0.05, rel=0.2)
+    subject.check()
+
+
+def test_a_link_that_was_fast_is_not_forgotten() -> None:
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+    for _ in range(50):
+        subject.fetched("a", 100 * MIB, 0.01)
+    clock.now = link.MEMORY_S + 1
+    assert subject.moving("a", 100 * MIB) == pytest.approx(0.01, rel=0.2)
+    assert subject.moving("b", 100 * MIB) == pytest.approx(0.01, rel=0.2)
+
+
+def test_an_engine_that_copied_slowly_is_asked_to_copy_again() -> None:
+    """What it copies is its own pool's blocks as well: without a try nothing would come of the pool any more."""
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+    for _ in range(50):
+        subject.copied(100 * MIB, 10.0)
+    assert not subject.worth_copying(prompt(100), 100)
+    clock.now = link.MEMORY_S + 1
+    assert subject.worth_copying(prompt(100), 100)
+    subject.copied(100 * MIB, 10.0)
+    assert not subject.worth_copying(prompt(100), 100)
+    clock.now += link.MEMORY_S + 1
+    for _ in range(3):
+        subject.copied(100 * MIB, 0.01)
+    assert subject.worth_copying(prompt(100), 100)
 
 
 def test_links_are_bounded() -> None:

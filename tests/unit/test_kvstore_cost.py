@@ -59,7 +59,7 @@ def use(link: LinkEstimator, rng: random.Random, count: int, true: LinkEstimate,
 
 def error(link: LinkEstimator, true: LinkEstimate) -> float:
     """The largest factor by which a prediction is wrong."""
-    return max(math.exp(abs(math.log(link.seconds(size) / true.seconds(size)))) for size in SIZES)
+    return max(math.exp(abs(math.log(link.estimate.seconds(size) / true.seconds(size)))) for size in SIZES)
 
 
 @pytest.mark.parametrize("true", [LinkEstimate(1e-3, 1e9), LinkEstimate(2e-2, 1e8), LinkEstimate(1e-5, 4e10)], ids=str)
@@ -79,22 +79,22 @@ def test_without_noise_latency_and_bandwidth_are_exact() -> None:
 
 def test_the_prior_is_worth_a_few_transfers() -> None:
     link = LinkEstimator(PRIOR)
-    assert link.seconds(1e6) == pytest.approx(2e-3)
+    assert link.estimate.seconds(1e6) == pytest.approx(2e-3)
     link.observe(1e6, 3e-3)
-    assert 2.1e-3 < link.seconds(1e6) < 2.4e-3
+    assert 2.1e-3 < link.estimate.seconds(1e6) < 2.4e-3
     for _ in range(20):
         link.observe(1e6, 3e-3)
-    assert 2.7e-3 < link.seconds(1e6) < 3.01e-3
+    assert 2.7e-3 < link.estimate.seconds(1e6) < 3.01e-3
 
 
 def test_one_outlier_changes_little() -> None:
     for factor in (0.1, 10, 1_000):
         link = LinkEstimator(PRIOR)
         use(link, random.Random(1), 100, PRIOR)
-        before = [link.seconds(size) for size in SIZES]
+        before = [link.estimate.seconds(size) for size in SIZES]
         link.observe(1e7, PRIOR.seconds(1e7) * factor)
         for size, was in zip(SIZES, before, strict=True):
-            assert link.seconds(size) == pytest.approx(was, rel=0.1)
+            assert link.estimate.seconds(size) == pytest.approx(was, rel=0.1)
 
 
 def test_a_link_that_changes_is_known_after_a_few_transfers() -> None:
@@ -118,7 +118,7 @@ def test_a_link_is_monotone_and_finite_whatever_it_is_told(
         link.check()
     found = link.estimate
     assert 0 <= found.latency_s < math.inf and 0 < found.bytes_per_s < math.inf
-    predicted = [link.seconds(max(size, 0)) for size in sorted(sizes)]
+    predicted = [link.estimate.seconds(max(size, 0)) for size in sorted(sizes)]
     assert all(0 <= each < math.inf for each in predicted)
     assert predicted == sorted(predicted)
 
@@ -218,7 +218,7 @@ def test_latency_that_was_unknown_says_nothing_of_bandwidth() -> None:
             link.observe(1e4, true.seconds(1e4) * rng.lognormvariate(0, 0.1))
             link.check()
         assert error(link, true) < 1.3, seed
-        assert link.seconds(1e9) == pytest.approx(true.seconds(1e9), rel=0.3), seed
+        assert link.estimate.seconds(1e9) == pytest.approx(true.seconds(1e9), rel=0.3), seed
 
 
 def test_a_replica_begins_with_the_speed_it_is_given() -> None:
