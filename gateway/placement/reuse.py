@@ -23,6 +23,11 @@ certainty costs more than no price at all: S = 1 made it 1.27 and 2.58 times one
 REFRESH = 16
 """The curve is drawn anew after so many prompts."""
 
+MEMORY = 1 << 18
+"""Prompts after which all that was counted counts half: three days at one a second, an hour at a hundred. What traffic
+once was would otherwise outweigh for months what it has become. A multiple of `TAILS`, for gaps of so many prompts are
+what can be seen."""
+
 
 class ReuseCurve:
     """P(a block is used again | it has been idle for so long), from the gaps between uses of the same prefix.
@@ -31,7 +36,7 @@ class ReuseCurve:
 
     Owns, per bucket of the logarithm of time, the tokens that were used again after such a gap, the tokens used in all,
     and when the last `TAILS` prompts ended in which block. Gaps of blocks that were evicted in between count as well:
-    else what is evicted early would never look worth keeping. Counts are of tokens; nothing is forgotten.
+    else what is evicted early would never look worth keeping. Counts are of tokens, and fade by `MEMORY`.
     """
 
     def __init__(self) -> None:
@@ -64,6 +69,8 @@ class ReuseCurve:
             if len(tails) > TAILS:
                 tails.popitem(last=False)
         self._drawn += 1
+        if self._drawn % MEMORY == 0:
+            self._fade()
         if self._drawn % REFRESH == 0:
             self._draw()
 
@@ -75,6 +82,12 @@ class ReuseCurve:
     def chance(self, idle_s: float) -> float:
         """For a block that has been idle for so long."""
         return self._curve[_bucket(idle_s)]
+
+    def _fade(self) -> None:
+        self._again = [again / 2 for again in self._again]
+        self._used /= 2
+        self._begun /= 2
+        self._grown /= 2
 
     def _draw(self) -> None:
         later, left = sum(self._again) + PRIOR_CHANCE * PRIOR_TOKENS, self._used + PRIOR_TOKENS

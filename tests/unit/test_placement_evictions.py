@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 from chain_support import chained
 
+from gateway.placement import reuse
 from gateway.placement.eviction_order import EvictionOrder
 from gateway.placement.evictions import Evictions
 from gateway.placement.index import PrefixIndex
@@ -188,12 +189,12 @@ def test_a_prompt_that_others_will_push_out_is_not_counted_on():
     assert evictions.left(_view(held_blocks=6), old, 6, 8) == 6
 
 
-def _seen(curve: ReuseCurve, chats: int, turns: int, gap_s: float) -> None:
-    """Conversations that go on `turns` times, each `gap_s` after the turn before."""
+def _seen(curve: ReuseCurve, chats: int, turns: int, gap_s: float, begin_s: float = 0.0) -> None:
+    """Conversations of that time that go on `turns` times, each `gap_s` after the turn before."""
     for turn in range(turns + 1):
         for chat in range(chats):
-            keys = chained(chat, *range(turn + 1))
-            curve.observe(keys, 4096, 0, 0.0, turn * gap_s + chat * 1e-3)
+            keys = chained(int(begin_s) + chat, *range(turn + 1))
+            curve.observe(keys, 4096, 0, 0.0, begin_s + turn * gap_s + chat * 1e-3)
 
 
 def test_the_chance_of_reuse_falls_once_the_usual_gap_is_over():
@@ -218,3 +219,20 @@ def test_prompts_that_never_come_again_are_worth_nothing():
     curve = ReuseCurve()
     _seen(curve, 2000, 0, 1.0)
     assert curve.chance(0.0) < 0.02
+
+
+def test_what_traffic_was_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """A year of conversations does not outweigh what came since: some multiples of `MEMORY` do."""
+    monkeypatch.setattr(reuse, "MEMORY", 256)
+    curve = ReuseCurve()
+    for hour in range(50):
+        _seen(curve, 64, 4, 100.0, 3600.0 * hour)
+    grown = curve.growth
+    assert curve.chance(1.0) > 0.6
+    for number in range(5 * 256):
+        curve.observe(chained(1_000_000 + number), 4096, 0, 0.0, 1e6 + number)
+    assert curve.chance(1.0) < 0.1
+    assert curve.growth < grown / 10
+    for hour in range(4):
+        _seen(curve, 64, 4, 100.0, 1e7 + 3600.0 * hour)
+    assert curve.chance(1.0) > 0.6
