@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
-from statistics import fmean
+from statistics import fmean, median
 
 from gateway.fleet.decoding import DecodeShare, Decoding
 
 MIN_TOKENS = 64
 """A prefill shorter than this says more about overheads than about speed."""
 
-FLEET_WEIGHT = 0.2
-"""Share of a new observation in the fleet's average: about the last ten prefills count."""
+FLEET_WEIGHT, OUTLIER = 0.2, math.log(3)
+"""Share of a new observation in the fleet's average: about the last ten prefills count. One that is more than three
+times off counts as three times: an engine that froze for a minute says nothing of the others."""
 
 KEPT = 200
 SURE = 3.0
-"""A replica's own speed is that of its last 200 prefills, once it differs from the fleet's by more than 3 standard
+"""A replica's own speed is that of its last 200 prefills, once it differs from the others' by more than 3 standard
 errors: little of the difference at first, nearly all of it where that is several times as large.
 
 One machine's prefills vary by a factor of two from one to the next under load. A replica that looks faster than its
@@ -26,25 +26,66 @@ that were half proven, one of four equal replicas got 70 % of them. Replicas tha
 speed, and the ring decides between them (`tests/behaviours/test_placement_unequal.py`).
 """
 
+CHANGED, AGREE, APART = 8, 7, math.log(1.5)
+"""Where seven of a replica's last eight prefills were each more than 1.5 times faster, or slower, than it is taken to
+be, that is no chance: it is not the machine that it was (throttled, say, or alone on its host again), and older ones
+say nothing. With noise as above, and without a change, that happens once in a million prefills."""
+
 SPREAD, DOUBT = 0.5, 10
 """How far a prefill's speed is taken to be from the next one's, in logarithms, and how many prefills it takes to say
 otherwise: the first two of a replica may be alike by chance."""
 
 
+class _Own:
+    """How far one replica's last prefills were from the fleet's average at their time, in logarithms."""
+
+    __slots__ = ("_error", "_last", "_surprises", "mean")
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=KEPT)
+        self._surprises: deque[int] = deque(maxlen=CHANGED)
+        self.mean = 0.0
+        self._error = math.inf
+
+    def add(self, deviation: float, expected: float) -> None:
+        """One more, where `expected` was believed."""
+        off = deviation - expected
+        self._last.append(deviation)
+        self._surprises.append((off > APART) - (off < -APART))
+        if abs(sum(self._surprises)) >= AGREE:
+            self._last = deque(list(self._last)[-CHANGED:], maxlen=KEPT)
+            self._surprises.clear()
+        count, self.mean = len(self._last), fmean(self._last)
+        squares = sum((value - self.mean) ** 2 for value in self._last) + DOUBT * SPREAD**2
+        self._error = math.sqrt(squares / (count - 1 + DOUBT) / count)
+
+    def beyond(self, usual: float) -> float:
+        """What is proven of its distance from what is usual: 0 where chance may have made all of it, and nearer to 0
+        the more of it that may be."""
+        distance = self.mean - usual
+        if not distance:
+            return 0.0
+        doubt = SURE * self._error / distance
+        return distance * max(0.0, 1 - doubt * doubt)
+
+
 class FleetSpeed:
     """Prefill speeds of all replicas at a prompt's beginning, in tokens per second, and how decoding slows them.
 
-    Owns the fleet's moving average and, per replica, how far its last prefills were from that average at their time,
-    and what is proven of that; decoding's share (`DecodeShare`) is taken off first. Observations are wall time to the
-    first token of requests that found no prefill queued before them, so queueing is not mistaken for slowness.
-    `initial` stands until the first.
+    Owns the fleet's moving average and, per replica, how far its last prefills were from that average at their time. A
+    replica is apart by what is proven of its distance from the median of that over the replicas, so that one slow
+    machine makes no favourites among its equals. The average follows what is left of a prefill when that is taken off:
+    it is the speed of all that are not apart. Decoding's share (`DecodeShare`) is taken off first.
+
+    Observations are wall time to the first token of requests that found no prefill queued before them, so queueing is
+    not mistaken for slowness. `initial` stands until the first.
     """
 
     def __init__(self, initial: float) -> None:
-        self._fleet = initial
+        self._average = initial
         self._seen = False
-        self._deviations: dict[str, deque[float]] = {}
-        self._apart: dict[str, float] = {}
+        self._usual = 0.0
+        self._own: dict[str, _Own] = {}
         self._decoding = DecodeShare()
 
     def observe(self, replica: str, effort: float, seconds: float, beside: Decoding | None = None) -> None:
@@ -56,11 +97,15 @@ class FleetSpeed:
         if beside is not None:
             self._decoding.observe(replica, effort, seconds, beside)
         if not self._seen:
-            self._fleet, self._seen = speed, True
-        own = self._deviations.setdefault(replica, deque(maxlen=KEPT))
-        own.append(math.log(speed / self._fleet))
-        self._apart[replica] = _proven(own)
-        self._fleet *= math.exp(FLEET_WEIGHT * math.log(speed / self._fleet))
+            self._average, self._seen = speed, True
+        own = self._own.get(replica)
+        if own is None:
+            own = self._own[replica] = _Own()
+        deviation = math.log(speed / self._average)
+        own.add(deviation, own.beyond(self._usual))
+        self._usual = median(each.mean for each in self._own.values())
+        left = deviation - own.beyond(self._usual)
+        self._average *= math.exp(FLEET_WEIGHT * max(-OUTLIER, min(OUTLIER, left)))
 
     def decode_share(self, beside: Decoding | None) -> float:
         """The share of time that decoding takes from prefills at a replica that decodes `beside` them, 0 where nobody
@@ -69,12 +114,5 @@ class FleetSpeed:
 
     def of(self, replica: str) -> float:
         """The replica's speed now, while nothing decodes."""
-        return self._fleet * math.exp(self._apart.get(replica, 0.0))
-
-
-def _proven(values: Collection[float]) -> float:
-    """The mean, 0 where chance may have made all of it, and nearer to 0 the more of it that may be."""
-    count, mean = len(values), fmean(values)
-    squares = sum((value - mean) ** 2 for value in values) + DOUBT * SPREAD**2
-    error = math.sqrt(squares / (count - 1 + DOUBT) / count)
-    return mean * max(0.0, 1 - (SURE * error / mean) ** 2) if mean else 0.0
+        own = self._own.get(replica)
+        return self._average * math.exp(own.beyond(self._usual)) if own else self._average

@@ -60,6 +60,42 @@ def test_a_slower_machine_is_found_out() -> None:
     )
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("times", [2.5, 5.0])
+def test_a_machine_that_changes_is_known_after_some_prefills(seed: int, times: float) -> None:
+    """Throttled after hundreds of prefills, and well again after hundreds more."""
+    rng = random.Random(seed)
+    speed = FleetSpeed(1.0)
+
+    def known_after(slow: float) -> int:
+        """Rounds of one prefill on each replica, until a quarter is what is missing."""
+        known = 0
+        for turn in range(1, 301):
+            for replica in rng.sample("abcd", 4):
+                factor = slow if replica == "d" else 1.0
+                speed.observe(replica, 1_000, factor * rng.lognormvariate(0, 0.25))
+            ratio = speed.of("a") / speed.of("d")
+            if not known and 0.75 < ratio / slow < 1.33:
+                known = turn
+            assert turn < 40 or 0.75 < ratio / slow < 1.33, "and it stays known"
+            assert turn < 40 or max(map(speed.of, "abc")) / min(map(speed.of, "abc")) < 1.05, "of equals"
+            assert turn < 40 or 650 < speed.of("a") < 1_500, "which is what it was"
+        return known
+
+    assert known_after(1.0) == 1
+    assert known_after(times) <= 30
+    assert known_after(1.0) <= 30
+
+
+def test_one_frozen_engine_says_little_of_the_others() -> None:
+    speed = FleetSpeed(1.0)
+    for _ in range(30):
+        for replica in "abc":
+            speed.observe(replica, 1_000, 1.0)
+    speed.observe("c", 1_000, 60.0)
+    assert speed.of("a") == speed.of("c") == pytest.approx(1_000, rel=0.25)
+
+
 def test_a_slow_period_common_to_all_changes_no_ratio() -> None:
     """Everything takes three times as long for a while, and the replicas do not report equally often meanwhile."""
     speed = FleetSpeed(1.0)
