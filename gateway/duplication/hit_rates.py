@@ -9,6 +9,9 @@ import msgspec
 from gateway.duplication.one_cache import KEPT_BLOCKS, Hits, OneCache
 from gateway.identity.prompt import PromptIdentity
 
+MOST_MODELS = 32
+"""Models whose traffic is followed; of more, those that were asked for longest ago are forgotten."""
+
 
 class HitRate(msgspec.Struct, frozen=True, kw_only=True):
     """Sums over the answered requests of one model whose engines said what was cached, and their quotients.
@@ -56,8 +59,8 @@ class HitRates:
     come back in the next turn's prompt can achieve more than is called reachable. Prompts that are identified by their
     text count with an estimate of their tokens, put right by what the engine says.
 
-    Owns a `OneCache` per model, of `limit_blocks` keys each: 38 MB with the default. Models are those of the fleet;
-    adapters that share an engine's cache are each counted as if they had it alone.
+    Owns a `OneCache` per model, of `limit_blocks` keys each, 38 MB with the default, for as many as `MOST_MODELS`.
+    Adapters that share an engine's cache are each counted as if they had it alone, and come and go.
     """
 
     def __init__(self, limit_blocks: int = KEPT_BLOCKS) -> None:
@@ -70,9 +73,10 @@ class HitRates:
         keys = identity.keys[block_units - 1 :: block_units]
         if not keys:
             return None
-        sums = self._models.get(model)
-        if sums is None:
-            sums = self._models[model] = _Sums(self._limit)
+        sums = self._models.pop(model, None) or _Sums(self._limit)
+        self._models[model] = sums  # in the order of their last prompts
+        if len(self._models) > MOST_MODELS:
+            del self._models[next(iter(self._models))]
         block_tokens = block_units * identity.unit_tokens
         # The engine computes the last token in any case.
         hits = sums.cache.feed(keys, (identity.tokens - 1) // block_tokens, capacity_tokens // block_tokens)
@@ -80,7 +84,9 @@ class HitRates:
 
     def answered(self, model: str, fed: Fed, prompt_tokens: int, cached_tokens: int) -> None:
         """The engine answered it: `cached_tokens` of its `prompt_tokens` were not computed."""
-        sums = self._models[model]
+        sums = self._models.get(model)
+        if sums is None:
+            return
         tokens = fed.block_tokens * prompt_tokens / fed.prompt_tokens
         sums.requests += 1
         sums.prompt += prompt_tokens
@@ -96,6 +102,7 @@ class HitRates:
 
     def check(self) -> None:
         """Asserts that no bounded cache was better than an endless one, and what the caches assert."""
+        assert len(self._models) <= MOST_MODELS
         for sums in self._models.values():
             sums.cache.check()
             assert sums.ideal <= sums.reachable + 1e-6

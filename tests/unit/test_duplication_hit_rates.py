@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from path_support import BEAT, HELLO, MODEL, Parts, exchange, identity
 
-from gateway.duplication.hit_rates import HitRates
+from gateway.duplication.hit_rates import MOST_MODELS, HitRates
 from gateway.duplication.ledger import Ledger
 from gateway.duplication.report import Reporter, render_text
 from gateway.identity.prompt import IdentityMode, PromptIdentity
@@ -53,6 +53,25 @@ def test_a_request_that_is_not_answered_is_fed_but_not_counted() -> None:
     assert fed is not None
     rates.answered(MODEL, fed, 321, 320)
     assert rates.rates()[0].reachable == rates.rates()[0].achieved
+
+
+def test_models_that_are_asked_for_no_more_are_forgotten() -> None:
+    """Adapters come and go for weeks, each with a cache of its own."""
+    rates = HitRates(1 << 10)
+    late = rates.placed("adapter-0", A, 1, 0)
+    assert late is not None
+    for at in range(MOST_MODELS * 3):
+        for model in ("base", f"adapter-{at}"):
+            fed = rates.placed(model, A, 1, 0)
+            assert fed is not None
+            rates.answered(model, fed, 321, 0)
+        rates.check()
+    found = {rate.model: rate.requests for rate in rates.rates()}
+    assert len(found) == MOST_MODELS
+    assert found["base"] == MOST_MODELS * 3
+    assert found[f"adapter-{MOST_MODELS * 3 - 1}"] == 1
+    rates.answered("adapter-0", late, 321, 0)
+    assert "adapter-0" not in {rate.model for rate in rates.rates()}, "answered too late to be counted"
 
 
 def test_text_is_counted_in_the_engines_tokens() -> None:
