@@ -113,13 +113,15 @@ class RequestLog:
 
     def _append(self, entry: _Entry) -> None:
         line = memoryview(_hashed_line(entry) if self._hashed else _body_line(entry))
-        end = os.fstat(self._file).st_size
+        end = None
         try:
+            end = os.fstat(self._file).st_size
             while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
             with contextlib.suppress(OSError):  # part of a line would make the whole file unreadable
-                os.ftruncate(self._file, end)
+                if end is not None:
+                    os.ftruncate(self._file, end)
             with self._changed:
                 self._lose(str(error))
         finally:

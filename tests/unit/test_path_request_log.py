@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,27 @@ def test_a_full_disk_costs_lines_and_says_so(caplog: pytest.LogCaptureFixture) -
         log.close()
     assert log.lost == 5
     assert [record.args[0] for record in caplog.records if record.args] == [1, 2, 4]  # type: ignore[index]
+
+
+def test_a_file_that_is_gone_for_a_while_costs_lines_and_not_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that was restarted: not even the size of the file can be asked for."""
+    log = RequestLog(tmp_path / "log", hashed=False)
+    asked = threading.Event()
+
+    def stale(descriptor: int) -> os.stat_result:
+        asked.set()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "fstat", stale)
+        log.add(made(), 1.0)
+        assert asked.wait(30)
+    log.add(made(), 2.0)
+    log.close()
+    assert log.lost == 1
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
 
 
 def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
