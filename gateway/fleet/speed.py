@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from statistics import fmean, median
 
 from gateway.fleet.decoding import DecodeShare, Decoding
@@ -31,6 +33,13 @@ CHANGED, AGREE, APART = 8, 7, math.log(1.5)
 be, that is no chance: it is not the machine that it was (throttled, say, or alone on its host again), and older ones
 say nothing. With noise as above, and without a change, that happens once in a million prefills."""
 
+MEMORY_S = 300.0
+"""A replica that computed nothing for so long may be another than it was, and counts as usual: one that was slow is
+given cold prompts by nobody, and would not be measured again. The first prefill after it tells which it is."""
+
+LEAST = 3
+"""So many prefills of a replica must have been seen: the first one may have waited for a compiler."""
+
 SPREAD, DOUBT = 0.5, 10
 """How far a prefill's speed is taken to be from the next one's, in logarithms, and how many prefills it takes to say
 otherwise: the first two of a replica may be alike by chance."""
@@ -39,17 +48,27 @@ otherwise: the first two of a replica may be alike by chance."""
 class _Own:
     """How far one replica's last prefills were from the fleet's average at their time, in logarithms."""
 
-    __slots__ = ("_error", "_last", "_surprises", "mean")
+    __slots__ = ("_error", "_last", "_surprises", "mean", "seen")
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=KEPT)
         self._surprises: deque[int] = deque(maxlen=CHANGED)
         self.mean = 0.0
         self._error = math.inf
+        self.seen = -math.inf
 
-    def add(self, deviation: float, expected: float) -> None:
-        """One more, where `expected` was believed."""
-        off = deviation - expected
+    def fresh(self, now: float) -> bool:
+        """Whether it computed anything lately."""
+        return now - self.seen <= MEMORY_S
+
+    def add(self, deviation: float, usual: float, now: float) -> None:
+        """One more."""
+        off = deviation - self._proven(usual)
+        if not self.fresh(now) and abs(deviation) < abs(off):
+            # It is nearer to the others than to what it was.
+            self._last.clear()
+            self._surprises.clear()
+        self.seen = now
         self._last.append(deviation)
         self._surprises.append((off > APART) - (off < -APART))
         if abs(sum(self._surprises)) >= AGREE:
@@ -59,11 +78,14 @@ class _Own:
         squares = sum((value - self.mean) ** 2 for value in self._last) + DOUBT * SPREAD**2
         self._error = math.sqrt(squares / (count - 1 + DOUBT) / count)
 
-    def beyond(self, usual: float) -> float:
-        """What is proven of its distance from what is usual: 0 where chance may have made all of it, and nearer to 0
-        the more of it that may be."""
+    def beyond(self, usual: float, now: float) -> float:
+        """How far it is beyond what is usual, as far as that is proven and may still be so."""
+        return self._proven(usual) if self.fresh(now) else 0.0
+
+    def _proven(self, usual: float) -> float:
+        """0 where chance may have made all of the distance, and nearer to 0 the more of it that may be."""
         distance = self.mean - usual
-        if not distance:
+        if not distance or len(self._last) < LEAST:
             return 0.0
         doubt = SURE * self._error / distance
         return distance * max(0.0, 1 - doubt * doubt)
@@ -81,7 +103,8 @@ class FleetSpeed:
     not mistaken for slowness. `initial` stands until the first.
     """
 
-    def __init__(self, initial: float) -> None:
+    def __init__(self, initial: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._average = initial
         self._seen = False
         self._usual = 0.0
@@ -101,11 +124,18 @@ class FleetSpeed:
         own = self._own.get(replica)
         if own is None:
             own = self._own[replica] = _Own()
-        deviation = math.log(speed / self._average)
-        own.add(deviation, own.beyond(self._usual))
-        self._usual = median(each.mean for each in self._own.values())
-        left = deviation - own.beyond(self._usual)
+        deviation, now = math.log(speed / self._average), self._clock()
+        own.add(deviation, self._usual, now)
+        self._usual = median(each.mean for each in self._own.values() if each.fresh(now))
+        left = deviation - own.beyond(self._usual, now)
         self._average *= math.exp(FLEET_WEIGHT * max(-OUTLIER, min(OUTLIER, left)))
+
+    def busy(self, replica: str, effort: float) -> None:
+        """A prefill of so many tokens whose time tells nothing, as it waited for others or for KV."""
+        if effort >= MIN_TOKENS and (own := self._own.get(replica)) is not None:
+            now = self._clock()
+            if own.fresh(now):
+                own.seen = now
 
     def decode_share(self, beside: Decoding | None) -> float:
         """The share of time that decoding takes from prefills at a replica that decodes `beside` them, 0 where nobody
@@ -115,4 +145,4 @@ class FleetSpeed:
     def of(self, replica: str) -> float:
         """The replica's speed now, while nothing decodes."""
         own = self._own.get(replica)
-        return self._average * math.exp(own.beyond(self._usual)) if own else self._average
+        return self._average * math.exp(own.beyond(self._usual, self._clock())) if own else self._average

@@ -113,10 +113,13 @@ class Account:
         assert placement is not None
         moved = placement.fetch is not None or placement.predicted_pool_tokens  # and so not all the time was prefill
         alone = exchange.queue_free and len(exchange.tried) == 1 and exchange.stream and not moved
-        if alone and receipt.cached_tokens is not None and receipt.ttft_s is not None:
+        if receipt.cached_tokens is not None and receipt.ttft_s is not None:
             uncached = (receipt.prompt_tokens or 0) - receipt.cached_tokens
             work = effort(uncached, receipt.cached_tokens, replica.attention)
-            self._fleet.speed.observe(replica.id, work, receipt.ttft_s, exchange.beside)
+            if alone:
+                self._fleet.speed.observe(replica.id, work, receipt.ttft_s, exchange.beside)
+            else:
+                self._fleet.speed.busy(replica.id, work)
         if exchange.fed is not None and receipt.cached_tokens is not None:
             cached = max(0, receipt.cached_tokens - self._fleet.failed_tokens(exchange.request_id))
             self._hit_rates.answered(exchange.model, exchange.fed, receipt.prompt_tokens or 0, cached)

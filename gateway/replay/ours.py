@@ -66,7 +66,7 @@ class Ours(Policy):
         self._tiers = (Tier.HBM,) if self._pool is None else (Tier.HBM, Tier.DRAM)
         self._nominal = 1 / scenario.physics.prefill_s(1, 0)
         self._attention = scenario.physics.attention
-        self.speed = FleetSpeed(self._nominal)
+        self.speed = FleetSpeed(self._nominal, lambda: self._now)
         self._keeps_copies = scenario.keeps_copies
         self._level = [] if scenario.alike else [1.0] * scenario.replicas
         self._coming: list[tuple[float, int, Claim | Prefill]] = []

@@ -17,7 +17,7 @@ class Fitted(Fleet):
 
     def __init__(self, replicas: int, *, speed: float, seed: int) -> None:
         super().__init__(replicas, speed=speed)
-        self.fitted = FleetSpeed(2_000.0)
+        self.fitted = FleetSpeed(2_000.0, clock=lambda: self.now)
         self.rng = random.Random(seed)
 
     def views(self) -> list[ReplicaView]:
@@ -73,6 +73,29 @@ def test_chance_makes_no_favourite_of_equals(seed: int) -> None:
     fleet = Fitted(4, speed=10_000.0, seed=seed)
     shares = cold(fleet, 0.05, seed=seed)
     assert all(0.15 < share < 0.36 for share in shares.values()), shares
+
+
+@pytest.mark.parametrize("utilization", [0.05, 0.3])
+@pytest.mark.parametrize("times", [3, 10])
+def test_a_replica_that_was_slow_gets_its_part_again(times: int, utilization: float) -> None:
+    """Cold prompts go elsewhere while it is, so that nobody sees when it no longer is."""
+    fleet = Fitted(4, speed=10_000.0, seed=1)
+    slow = fleet.engines["replica-0"]
+
+    def share(first: int, count: int, at: float) -> float:
+        rng, before = random.Random(first), slow.work
+        others = sum(engine.work for engine in fleet.engines.values()) - before
+        for each in range(first, first + count):
+            at += rng.expovariate(utilization * 40_000.0 / 2_000)
+            fleet.submit(Request(at, prompt(each, round(2_000 * rng.uniform(0.5, 1.5))), 10))
+        own = slow.work - before
+        return own / (own + sum(engine.work for engine in fleet.engines.values()) - slow.work - others)
+
+    assert share(0, 400, 0.0) == pytest.approx(0.25, abs=0.08)
+    slow.speed /= times
+    assert share(1_000, 400, 1_000.0) < 0.12
+    slow.speed *= times
+    assert share(2_000, 1_000, 2_000.0) == pytest.approx(0.25, abs=0.08)
 
 
 def test_a_hot_prefix_spreads_by_weight_within_the_bounds() -> None:

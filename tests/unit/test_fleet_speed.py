@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.fleet.speed import KEPT, MIN_TOKENS, FleetSpeed
+from gateway.fleet.speed import KEPT, MEMORY_S, MIN_TOKENS, FleetSpeed
 
 
 def test_the_first_prefill_replaces_the_guess() -> None:
@@ -85,6 +85,61 @@ def test_a_machine_that_changes_is_known_after_some_prefills(seed: int, times: f
     assert known_after(1.0) == 1
     assert known_after(times) <= 30
     assert known_after(1.0) <= 30
+
+
+class Known(FleetSpeed):
+    """Three replicas of which `c` is ten times slower, as 40 prefills of each have shown."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(1.0, clock=lambda: self.now)
+        for _ in range(40):
+            for replica, seconds in (("a", 1.0), ("b", 1.0), ("c", 10.0)):
+                self.observe(replica, 1_000, seconds)
+        assert self.slower() == pytest.approx(10, rel=0.2)
+
+    def slower(self) -> float:
+        """How much slower `c` is taken to be."""
+        return self.of("a") / self.of("c")
+
+    def later(self) -> None:
+        """The others go on, and nothing comes to `c`."""
+        for _ in range(10):
+            self.now += MEMORY_S / 8
+            self.observe("a", 1_000, 1.0)
+            self.observe("b", 1_000, 1.0)
+
+
+def test_who_computed_nothing_for_long_counts_as_usual_and_one_prefill_tells_which_it_is() -> None:
+    same, other = Known(), Known()
+    for speed, seconds, slower in ((same, 10.0, 10.0), (same, 8.0, 10.0), (other, 1.0, 1.0), (other, 1.2, 1.0)):
+        speed.later()
+        assert speed.slower() == 1.0, "else nothing would come to it, ever"
+        speed.observe("c", 1_000, seconds)
+        assert speed.slower() == pytest.approx(slower, rel=0.25)
+
+
+def test_what_is_known_of_a_replica_that_is_never_without_a_queue_stays_known() -> None:
+    speed = Known()
+    for _ in range(10):
+        speed.now += MEMORY_S / 2
+        speed.busy("c", 1_000)
+        speed.busy("d", 1_000)
+        assert speed.slower() == pytest.approx(10, rel=0.2)
+    speed.now += MEMORY_S / 2
+    speed.busy("c", MIN_TOKENS - 1)
+    speed.now += MEMORY_S / 2 + 1
+    assert speed.slower() == 1.0, "a hit tells nothing of its speed"
+
+
+@pytest.mark.parametrize("times", [5.0, 20.0])
+def test_one_prefill_makes_no_slow_replica(times: float) -> None:
+    """The first one after a gateway has started, say, which waited for a compiler."""
+    speed = FleetSpeed(1.0)
+    for replica in "abc":
+        speed.observe(replica, 1_000, 1.0)
+    speed.observe("d", 1_000, times)
+    assert speed.of("d") == speed.of("a")
 
 
 def test_one_frozen_engine_says_little_of_the_others() -> None:
