@@ -82,6 +82,11 @@ class _Own:
         """How far it is beyond what is usual, as far as that is proven and may still be so."""
         return self._proven(usual) if self.fresh(now) else 0.0
 
+    def check(self) -> None:
+        """Asserts that no more is kept than counts, and that what is known is finite once anything is."""
+        assert len(self._last) <= KEPT and len(self._surprises) <= CHANGED
+        assert math.isfinite(self.mean) and (not self._last or 0 < self._error < math.inf)
+
     def _proven(self, usual: float) -> float:
         """0 where chance may have made all of the distance, and nearer to 0 the more of it that may be."""
         distance = self.mean - usual
@@ -146,3 +151,12 @@ class FleetSpeed:
         """The replica's speed now, while nothing decodes."""
         own = self._own.get(replica)
         return self._average * math.exp(own.beyond(self._usual, self._clock())) if own else self._average
+
+    def check(self) -> None:
+        """Asserts that there is a speed, that what is usual lies between what replicas do, and what these assert."""
+        assert 0 < self._average < math.inf
+        self._decoding.check()
+        for own in self._own.values():
+            own.check()
+        means = [own.mean for own in self._own.values()]
+        assert not means or min(means) <= self._usual <= max(means)

@@ -74,6 +74,7 @@ def test_a_machine_that_changes_is_known_after_some_prefills(seed: int, times: f
             for replica in rng.sample("abcd", 4):
                 factor = slow if replica == "d" else 1.0
                 speed.observe(replica, 1_000, factor * rng.lognormvariate(0, 0.25))
+            speed.check()
             ratio = speed.of("a") / speed.of("d")
             if not known and 0.75 < ratio / slow < 1.33:
                 known = turn
@@ -117,6 +118,7 @@ def test_who_computed_nothing_for_long_counts_as_usual_and_one_prefill_tells_whi
         assert speed.slower() == 1.0, "else nothing would come to it, ever"
         speed.observe("c", 1_000, seconds)
         assert speed.slower() == pytest.approx(slower, rel=0.25)
+        speed.check()
 
 
 def test_what_is_known_of_a_replica_that_is_never_without_a_queue_stays_known() -> None:
