@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from gateway.errors import IdentityUnavailable
 from gateway.identity.process import WorkerDied, WorkerProcess
 from gateway.identity.protocol import Failed, Identify, Load, Reply, Request, Unload
 from kvstore.messages import ModelFiles
+
+log = logging.getLogger(__name__)
 
 MAX_RESTART_DELAY = 5.0
 
@@ -95,6 +98,9 @@ class Lane:
                     await self._serve(self._process)
                 except (WorkerDied, OSError) as error:
                     await self._lose(f"the identity worker died: {error}")
+                except Exception:  # a lane that has died silently is worse than any one worker
+                    log.exception("serving prompts with an identity worker failed")
+                    await self._lose("internal error, see the log")
                 # A worker that dies young would otherwise be restarted in a tight loop.
                 delay = 0.0 if self._clock() - began > MAX_RESTART_DELAY else min(2 * delay + 0.05, MAX_RESTART_DELAY)
                 await asyncio.sleep(delay)
@@ -123,9 +129,9 @@ class Lane:
             try:
                 async with asyncio.timeout(self._load_seconds):
                     reply = await process.call(Load(files))
-            except (WorkerDied, TimeoutError) as error:
+            except Exception as error:
                 self._broken[model] = "the identity worker does not survive loading it"
-                raise WorkerDied(f"while loading {model}") from error
+                raise WorkerDied(f"while loading {model}: {error}") from error
             if isinstance(reply, Failed):
                 self._broken[model] = reply.message
 
@@ -154,7 +160,7 @@ class Lane:
             self._blame(job.request, "takes longer than it may")
             job.fail("deadline", f"no token ids within {job.run_seconds} s")
             raise WorkerDied("killed at a deadline") from error
-        except WorkerDied:
+        except Exception:  # most of all WorkerDied; whatever else it is, the request must not do it to every worker
             self._blame(job.request, "kills the identity worker")
             job.fail("worker_died", "the identity worker died")
             raise
@@ -166,7 +172,7 @@ class Lane:
 
     def _blame(self, request: Request, what: str) -> None:
         if isinstance(request, Load):
-            self._broken[request.files.model] = what
+            self._broken[request.files.model] = f"loading it {what}"
         elif isinstance(request, Identify):
             self._on_kill(request)
         else:

@@ -15,7 +15,9 @@ from identity_support import ENDLESS, SEED, chat, completion, exact, identifying
 
 from gateway.errors import IdentityUnavailable
 from gateway.identity.identifier import STRIKES, SUSPENSION_SECONDS, Identifier
+from gateway.identity.process import WorkerProcess
 from gateway.identity.prompt import IdentityMode, PromptRequest
+from gateway.identity.protocol import Identify, Reply, Request
 from gateway.identity.status import REASONS, PromptKind
 from kvstore.identity import Namespace, token_keys
 
@@ -139,6 +141,27 @@ async def test_a_dead_worker_is_replaced_with_its_models() -> None:
         stats = identifier.stats
         assert stats.worker_starts == 3
         assert set(stats.fallbacks) <= {"restarting", "worker_died"}
+
+
+async def test_a_lane_that_fails_for_no_known_reason_goes_on_with_another_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with identifying(model_files("tiny")) as identifier:
+        honest = WorkerProcess.call
+        defects = [ValueError("a defect"), ValueError("another")]
+
+        async def call(process: WorkerProcess, request: Request) -> Reply:
+            if isinstance(request, Identify) and defects:
+                raise defects.pop()
+            return await honest(process, request)
+
+        monkeypatch.setattr(WorkerProcess, "call", call)
+        for starts in (2, 3):
+            assert (await identifier.identify(chat(HELLO, model="tiny"))).fallback == "worker_died"
+            await until(lambda starts=starts: identifier.stats.worker_starts == starts)  # type: ignore[misc]
+            await until(lambda: identifier._lanes[0].live.is_set())
+        await exact(identifier, chat(HELLO, model="tiny"))
+        assert ("a defect" in caplog.text, "another" in caplog.text) == (True, True)
 
 
 async def test_a_crash_in_one_request_is_that_request_s() -> None:
