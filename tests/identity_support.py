@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from gateway.identity.identifier import Identifier
+from gateway.identity.process import WorkerProcess
 from gateway.identity.prompt import IdentityMode, PromptIdentity, PromptRequest
+from gateway.identity.protocol import Load, Reply, Request
 from kvstore.identity import Namespace
 from kvstore.messages import ModelFiles
 from replica_agent.reference.prepare import prepare
@@ -193,3 +198,21 @@ async def identifying(*files: ModelFiles, **options: Any) -> AsyncIterator[Ident
         yield identifier
     finally:
         await identifier.close()
+
+
+async def lose_while_loading(identifier: Identifier, model: str) -> None:
+    """Kills the worker, and the next one while it loads the model, as when the host is short of memory for a moment;
+    returns when a third one is up."""
+    honest, starts = WorkerProcess.call, identifier.stats.worker_starts
+    (pid,) = identifier.worker_pids
+
+    async def call(process: WorkerProcess, request: Request) -> Reply:
+        if isinstance(request, Load) and request.files.model == model:
+            os.kill(process.pid, signal.SIGKILL)
+        return await honest(process, request)
+
+    with patch.object(WorkerProcess, "call", call):
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while identifier.stats.worker_starts < starts + 2:
+                await asyncio.sleep(0.005)

@@ -115,22 +115,31 @@ class Identifier:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def load(self, files: ModelFiles) -> LoadedModel:
-        """Makes a model's requests exact. Files of the digest already loaded change nothing; others replace them.
+        """Makes a model's requests exact. Files of the digest already loaded change nothing, but that they are loaded
+        again where a worker had died of them: what was said of them still holds. Others replace them.
 
-        Raises IdentityUnavailable when they cannot be used; what was loaded under the name before is then gone as well.
+        Raises IdentityUnavailable when they cannot be used; what was loaded under the name before is then gone as well,
+        and `modes` says why until they are loaded or unloaded.
         """
         model = files.model
         async with self._loading.setdefault(model, asyncio.Lock()):
             known = self._models.get(model)
-            if known is not None and known.info.digest == files.digest and model not in self._broken:
+            if known is not None and known.info.digest != files.digest:
+                known = None
+            if known is not None and model not in self._broken:
                 return known.info
-            self._models.pop(model, None)
+            self._models.pop(model, None)  # its requests are text until it is loaded
             self._broken.pop(model, None)
             self._files[model] = files
             try:
                 loaded = await asyncio.gather(*(self._load_on(lane, files) for lane in self._lanes))
-            except BaseException:
-                self._files.pop(model, None)
+            except BaseException as error:
+                failed = (
+                    f"{error.reason}: {error}" if isinstance(error, IdentityUnavailable) else "not loaded to the end"
+                )
+                self._broken.setdefault(model, failed)
+                if known is not None:
+                    self._models[model] = known
                 raise
             info = LoadedModel(
                 model=model,
@@ -139,7 +148,7 @@ class Identifier:
                 whole_because=loaded[0].whole_because,
                 chat=loaded[0].chat,
             )
-            self._models[model] = _Model(info)
+            self._models[model] = known or _Model(info)
             return info
 
     async def _load_on(self, lane: Lane, files: ModelFiles) -> Loaded:
@@ -176,32 +185,35 @@ class Identifier:
             entry.parity, entry.why = ok, why
 
     def restrict(self, model: str, kinds: Collection[PromptKind]) -> None:
-        """Says that requests of these kinds differ from the engine's, whatever else equals; holds until a reload."""
+        """Says that requests of these kinds, and no others, differ from the engine's, whatever else equals."""
         if (entry := self._models.get(model)) is not None:
-            entry.off |= frozenset(kinds)
+            entry.off = frozenset(kinds)
 
     def dialect(self, model: str) -> Dialect | None:
         """How the model's engines rewrite chats, None while unknown."""
         entry = self._models.get(model)
         return entry.dialect if entry is not None else None
 
-    def set_dialect(self, model: str, dialect: Dialect) -> None:
-        """Says how the model's engines rewrite chats."""
+    def set_dialect(self, model: str, dialect: Dialect | None) -> None:
+        """Says how the model's engines rewrite chats, None that it has to be found out."""
         if (entry := self._models.get(model)) is not None:
             entry.dialect = dialect
 
     def modes(self) -> dict[str, ModelMode]:
-        """How requests of every loaded model are identified now."""
-        return {
-            model: ModelMode(
-                mode=IdentityMode.TEXT if (reason := self._refusal(entry)) else IdentityMode.EXACT,
-                why=(entry.why or reason) if reason else "",
-                off=entry.off,
-                dialect=entry.dialect,
-                segmented=entry.info.segmented,
-            )
-            for model, entry in self._models.items()
-        }
+        """How requests of every model that is loaded, or could not be, are identified now."""
+        return {model: self._mode(model) for model in (*self._models, *self._broken)}
+
+    def _mode(self, model: str) -> ModelMode:
+        entry = self._models.get(model)
+        reason = self._refusal(entry) if entry is not None else "no_tokenizer"
+        told = self._broken.get(model) or (entry.why if entry is not None and reason == "no_parity" else "")
+        return ModelMode(
+            mode=IdentityMode.TEXT if reason else IdentityMode.EXACT,
+            why=told or reason,
+            off=entry.off if entry is not None else frozenset(),
+            dialect=entry.dialect if entry is not None else None,
+            segmented=entry is not None and entry.info.segmented,
+        )
 
     @property
     def stats(self) -> IdentityStats:

@@ -38,7 +38,7 @@ class Lane:
     Owns the worker process and the queue; only the task of `run` touches the process. `files` is the identifier's table
     of models, read whenever a worker is started. A job that runs longer than it may costs the worker its life: jobs
     that wait fail at once, and a new worker is given the models again. A model with which a worker dies while loading
-    is put into `broken` and not loaded again.
+    is put into `broken`, and no worker is given it before the identifier loads it again.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Lane:
                 async with asyncio.timeout(self._load_seconds):
                     reply = await process.call(Load(files))
             except Exception as error:
-                self._broken[model] = "the identity worker does not survive loading it"
+                self._break(files, "the identity worker does not survive loading it")
                 raise WorkerDied(f"while loading {model}: {error}") from error
             if isinstance(reply, Failed):
-                self._broken[model] = reply.message
+                self._break(files, f"{reply.reason}: {reply.message}")
 
     async def _serve(self, process: WorkerProcess) -> None:
         watch = asyncio.create_task(process.exited())
@@ -172,8 +172,13 @@ class Lane:
 
     def _blame(self, request: Request, what: str) -> None:
         if isinstance(request, Load):
-            self._broken[request.files.model] = f"loading it {what}"
+            self._break(request.files, f"loading it {what}")
         elif isinstance(request, Identify):
             self._on_kill(request)
         else:
             assert isinstance(request, Unload)
+
+    def _break(self, files: ModelFiles, why: str) -> None:
+        """Not for what is known only afterwards of files that were unloaded or replaced."""
+        if self._files.get(files.model) is files:
+            self._broken[files.model] = why

@@ -13,11 +13,15 @@ from gateway.errors import IdentityUnavailable
 from gateway.identity.chat import Dialect
 from gateway.identity.identifier import Identifier
 from gateway.identity.prompt import PromptRequest
-from gateway.identity.status import PromptKind
+from gateway.identity.status import NOT_TRIED, PromptKind
 from kvstore.identity import Namespace
 
 Tokenize: TypeAlias = Callable[[dict[str, Any]], Awaitable[list[int] | None]]
-"""Posts a body to an engine's /tokenize and returns its `tokens`; None, or an HTTP 4xx raised, is a refusal."""
+"""Posts a body to an engine's /tokenize and returns its `tokens`; None, or an HTTP 4xx raised, is a refusal, but for
+those of `SAYS_NOTHING`."""
+
+SAYS_NOTHING = frozenset({401, 403, 408, 425, 429})
+"""HTTP 4xx for who asks or when, not for what is asked."""
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -139,9 +143,10 @@ def _chat_probe(
 async def check(identifier: Identifier, model: str, tokenize: Tokenize) -> ParityReport:
     """Compares a loaded model with an engine on every probe.
 
-    Finds out the engine's dialect on the way and tells the identifier, together with the kinds of requests that differ;
-    the verdict on chats is the caller's to pass on (`Identifier.set_parity`), since several engines may serve a model.
-    Raises what `tokenize` raises, but for refusals.
+    Finds out the engine's dialect on the way and tells the identifier; the verdict is the caller's to pass on
+    (`Identifier.set_parity`, `Identifier.restrict`), since several engines may serve a model. What could not be
+    compared is no verdict: raises what `tokenize` raises, but for refusals, and IdentityUnavailable where the gateway
+    did not get to tokenizing a probe.
     """
     probes = probe_requests(model)
     theirs: list[tuple[Probe, list[int]]] = []
@@ -161,8 +166,6 @@ async def check(identifier: Identifier, model: str, tokenize: Tokenize) -> Parit
     asked = {kind: sum(probe.kind is kind for probe in probes) for kind in PromptKind}
     differing = {probe.kind for probe, _ in found}
     off = {kind for kind in PromptKind if kind in differing or 2 * compared[kind] < asked[kind]}
-    if theirs:
-        identifier.restrict(model, off - {PromptKind.CHAT})
     if PromptKind.CHAT not in off:
         identifier.set_dialect(model, dialect)
     return ParityReport(
@@ -208,7 +211,7 @@ async def _ask(tokenize: Tokenize, body: dict[str, Any]) -> list[int] | None:
     try:
         return await tokenize(body)
     except httpx.HTTPStatusError as error:
-        if error.response.is_client_error:
+        if error.response.is_client_error and error.response.status_code not in SAYS_NOTHING:
             return None
         raise
 
@@ -221,6 +224,8 @@ async def _differences(
         try:
             ours = await identifier.token_ids(probe.request, dialect)
         except IdentityUnavailable as error:
+            if error.reason in NOT_TRIED:
+                raise
             found.append((probe, Mismatch(probe.name, -1, len(ids), 0, f"{error.reason}: {error}")))
             continue
         if ours != ids:

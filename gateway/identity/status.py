@@ -32,6 +32,9 @@ REASONS = frozenset(
 )
 """Every reason for which an identifier answers in text mode."""
 
+NOT_TRIED = frozenset({"busy", "deadline", "no_tokenizer", "restarting", "suspended", "worker_died"})
+"""Those that say nothing of the request itself: the same one may be exact a moment later."""
+
 
 class PromptKind(StrEnum):
     """Kinds of requests whose parity with the engine is judged apart."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from identity_support import ENDLESS, SEED, chat, completion, exact, identifying, model_files
+from identity_support import ENDLESS, SEED, chat, completion, exact, identifying, lose_while_loading, model_files
 
 from gateway.errors import IdentityUnavailable
 from gateway.identity.identifier import STRIKES, SUSPENSION_SECONDS, Identifier
@@ -101,7 +101,8 @@ async def test_kinds_can_be_switched_off_apart() -> None:
         assert (await identifier.identify(completion("hello", model="tiny"))).mode is IdentityMode.EXACT
         identifier.restrict("tiny", [PromptKind.PROMPT])
         assert (await identifier.identify(completion("hello", model="tiny"))).fallback == "no_parity"
-        assert identifier.modes()["tiny"].off == {PromptKind.TOOLS, PromptKind.PROMPT}
+        assert (await identifier.identify(chat(HELLO, model="tiny", tools=tools))).mode is IdentityMode.EXACT
+        assert identifier.modes()["tiny"].off == {PromptKind.PROMPT}
 
 
 async def test_unusable_files_are_refused_and_harm_nothing() -> None:
@@ -116,6 +117,7 @@ async def test_unusable_files_are_refused_and_harm_nothing() -> None:
                 await identifier.load(files)
             assert refusal.value.reason == reason
             assert (await identifier.identify(chat(HELLO))).fallback == "no_tokenizer"
+            assert identifier.modes()["smollm2"].why == f"{reason}: {refusal.value}"
         assert (await identifier.identify(chat(HELLO, model="tiny"))).mode is IdentityMode.EXACT
         assert identifier.stats.worker_starts == 1
 
@@ -164,6 +166,20 @@ async def test_a_lane_that_fails_for_no_known_reason_goes_on_with_another_worker
         assert ("a defect" in caplog.text, "another" in caplog.text) == (True, True)
 
 
+async def test_a_model_that_a_worker_died_of_while_loading_is_loaded_again_when_asked() -> None:
+    files = model_files("tiny")
+    async with identifying(files, model_files("smollm2")) as identifier:
+        identifier.restrict("tiny", [PromptKind.PROMPT])
+        await lose_while_loading(identifier, "tiny")
+        await exact(identifier, chat(HELLO))
+        mode = identifier.modes()["tiny"]
+        assert (mode.mode, mode.why) == (IdentityMode.TEXT, "the identity worker does not survive loading it")
+        assert (await identifier.identify(chat(HELLO, model="tiny"))).fallback == "worker_died"
+        await identifier.load(files)
+        await exact(identifier, chat(HELLO, model="tiny"))
+        assert identifier.modes()["tiny"].off == {PromptKind.PROMPT}, "what was said of the same files holds"
+
+
 async def test_a_crash_in_one_request_is_that_request_s() -> None:
     """A template that asks for more memory than there is must not take others down for long."""
     hungry = "{% set a = 'x' * 50000000 %}{% set b = a * 2000 %}{{ messages[0].content }}"
@@ -183,6 +199,7 @@ async def test_a_model_that_keeps_killing_workers_is_left_alone() -> None:
             await exact(identifier, chat(HELLO, model="tiny"))
         assert identifier.stats.deadline_kills >= STRIKES
         assert (await identifier.identify(chat(HELLO))).fallback == "suspended"
+        identifier.set_parity("smollm2", ok=True, why="not why it is text")
         assert identifier.modes()["smollm2"].why == "suspended"
         now[0] += SUSPENSION_SECONDS
         assert (await identifier.identify(chat(HELLO))).mode is IdentityMode.EXACT

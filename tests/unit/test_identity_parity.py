@@ -10,11 +10,12 @@ import httpx
 import pytest
 from identity_support import chat, identifying, judge, model_files
 
+from gateway.errors import IdentityUnavailable
 from gateway.identity.chat import Dialect
 from gateway.identity.identifier import Identifier
 from gateway.identity.parity import check, probe_requests, sample
 from gateway.identity.prompt import IdentityMode
-from gateway.identity.status import PromptKind
+from gateway.identity.status import NOT_TRIED, PromptKind
 
 Engine = Callable[[dict[str, Any]], list[int]]
 
@@ -108,6 +109,7 @@ async def test_an_engine_that_ignores_tools_costs_tools_only(tiny: Any) -> None:
         assert report.ok
         assert report.off == {PromptKind.TOOLS}
         identifier.set_parity("tiny", report.ok, str(report))
+        identifier.restrict("tiny", report.off)
         tools = [{"type": "function", "function": {"name": "f"}}]
         hello = [{"role": "user", "content": "hello"}]
         assert (await identifier.identify(chat(hello, model="tiny", tools=tools))).fallback == "no_parity"
@@ -133,13 +135,36 @@ async def test_refused_probes_are_skipped_up_to_a_half(tiny: Any) -> None:
         assert not (await run(identifier, closed)).ok
 
 
-async def test_an_engine_that_fails_is_no_verdict() -> None:
+@pytest.mark.parametrize("status", [401, 429, 503])
+async def test_an_engine_that_fails_is_no_verdict(tiny: Any, status: int) -> None:
+    exact = engine(tiny, vllm=True)
+
     def broken(body: dict[str, Any]) -> list[int]:
-        raise refusal(503)
+        if "tools" in body:
+            raise refusal(status)
+        return exact(body)
 
     async with identifying(model_files("tiny")) as identifier:
         with pytest.raises(httpx.HTTPStatusError):
             await run(identifier, broken)
+        assert identifier.modes()["tiny"].off == frozenset()
+
+
+async def test_a_gateway_that_does_not_get_to_tokenizing_gives_no_verdict(tiny: Any) -> None:
+    """A worker that is killed at a deadline says nothing of token ids, nor does one that is being restarted."""
+    exact = engine(tiny, vllm=True)
+    slow = "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    files = model_files("tiny")
+    async with identifying(model_files("tiny", template=slow + (files.chat_template or "")), deadline_s=0.5) as one:
+        with pytest.raises(IdentityUnavailable) as unavailable:
+            await run(one, exact)
+        assert unavailable.value.reason in NOT_TRIED
+        with pytest.raises(IdentityUnavailable):
+            await run(one, exact)
+        assert (one.dialect("tiny"), one.modes()["tiny"].off) == (None, frozenset())
+    async with identifying() as nothing_loaded:
+        with pytest.raises(IdentityUnavailable):
+            await run(nothing_loaded, exact)
 
 
 async def test_samples_compare_real_requests(tiny: Any) -> None:
