@@ -129,7 +129,7 @@ class ModelProfiles:
             if not await self._load(profile) or proof.why == "":
                 return
             try:
-                await self._prove(replica, profile)
+                await self._prove(replica, profile, proof)
             except IdentityUnavailable as error:
                 log.info("parity of %s on %s not proven yet: %s", files.model, replica.id, error)
 
@@ -160,24 +160,24 @@ class ModelProfiles:
         self._judge(profile)
         return True
 
-    async def _prove(self, replica: Replica, profile: _Profile) -> bool:
+    async def _prove(self, replica: Replica, profile: _Profile, proof: _Proof) -> bool:
         """Whether the engine agrees on chats. Raises IdentityUnavailable and what the engine's HTTP raises."""
-        model, proof = profile.files.model, profile.proofs.setdefault(replica, _Proof())
+        model = profile.files.model
         proof.again = self._clock() + self._wait(proof.tries, self._prove_again_s)
         proof.tries += 1
         report = await parity.check(self._identifier, model, lambda body: self._tokenize(replica, body))
         if not report.ok:
-            self._disprove(replica, profile, str(report))
+            self._disprove(replica, profile, proof, str(report))
             return False
         if proof.why:
             log.info("model %s has the token ids of %s again", model, replica.id)
         self._settle(profile, proof, "", report.off)
         return True
 
-    def _disprove(self, replica: Replica, profile: _Profile, why: str) -> None:
+    def _disprove(self, replica: Replica, profile: _Profile, proof: _Proof, why: str) -> None:
         model = profile.files.model
         log.warning("model %s is identified by text: token ids differ from those of %s: %s", model, replica.id, why)
-        self._settle(profile, profile.proofs.setdefault(replica, _Proof()), why, frozenset())
+        self._settle(profile, proof, why, frozenset())
 
     def _settle(self, profile: _Profile, proof: _Proof, why: str, off: frozenset[PromptKind]) -> None:
         proof.why, proof.off, proof.tries = why, off, 0
@@ -228,7 +228,7 @@ class ModelProfiles:
         for replica, proof in list(profile.proofs.items()):
             if proof.again <= self._clock() and _serves(replica, model):
                 try:
-                    await self._prove(replica, profile)
+                    await self._prove(replica, profile, proof)
                 except (IdentityUnavailable, *UNASKED) as error:
                     log.debug("parity of %s on %s not proven: %s", model, replica.id, error)
 
@@ -261,10 +261,11 @@ class ModelProfiles:
             "a request for %s has other token ids on %s: %d of the last %d", model, replica.id, against, len(recent)
         )
         async with profile.lock:
-            proven = await self._prove(replica, profile)
-        if proven and 2 * against >= SAMPLES_KEPT:
-            recent.clear()
-            self._disprove(replica, profile, f"{against} of the last {SAMPLES_KEPT} sampled requests differ")
+            proof = profile.proofs.setdefault(replica, _Proof())
+            if await self._prove(replica, profile, proof) and 2 * against >= SAMPLES_KEPT:
+                recent.clear()
+                why = f"{against} of the last {SAMPLES_KEPT} sampled requests differ"
+                self._disprove(replica, profile, proof, why)
 
     async def _tokenize(self, replica: Replica, body: dict[str, Any]) -> list[int]:
         response = await self._engines.post(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Any
 
 import httpx
@@ -446,3 +449,44 @@ async def test_no_samples_where_they_are_off(tokenizer: Tokenizer) -> None:
             made.profiles.sample(made.replicas[0], HELLO)
         await made.profiles.close()
         assert (made.profiles.samples, made.engines[0].asked) == (0, asked)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_whatever_went_wrong_is_made_good(tokenizer: Tokenizer, seed: int) -> None:
+    """Engines differ, refuse, go, come back and serve other models, agents reconnect, the worker dies: once that is
+    over, the model is exact, in all kinds of requests."""
+    random = Random(seed)
+    other = msgspec.structs.replace(FILES, model="other")
+    async with rig(tokenizer) as made, made.running():
+        for _ in range(12):
+            at = random.randrange(3)
+            engine, replica = made.engines[at], made.replicas[at]
+            match random.choice(["differ", "odd", "refuse", "go", "move", "serve", "learn", "learn", "other", "lose"]):
+                case "differ":
+                    engine.off_by_one = not engine.off_by_one
+                case "odd":
+                    engine.odd_text = random.choice(['"tools"', '"prompt"', "no request has this"])
+                case "refuse":
+                    engine.answer = JSONResponse({}, random.choice([404, 429, 503])) if engine.answer is None else None
+                case "go":
+                    await made.serve(at, None)
+                case "move":
+                    await made.serve(at, "other")
+                case "serve":
+                    await made.serve(at, "tiny")
+                case "lose":
+                    for pid in made.identifier.worker_pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                case learn:
+                    with contextlib.suppress(httpx.HTTPStatusError):
+                        await made.profiles.learn(replica, other if learn == "other" else FILES)
+            await asyncio.sleep(random.choice([0, 0, 0.1, 0.3]))
+        for at, engine in enumerate(made.engines):
+            engine.off_by_one, engine.odd_text, engine.answer = False, "no request has this", None
+            await made.serve(at, "tiny")
+        await made.learn()
+        await until(lambda: made.mode == (IdentityMode.EXACT, ""))
+        await until(lambda: made.identifier.modes()["tiny"].off == frozenset())
+        await until(lambda: made.identifier.modes().keys() == {"tiny"})
+        await exact(made.identifier, HELLO)
