@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ SILENT_AFTER_S = 2.0
 """An engine that has not answered for so long is reported down. Its process may be alive and keep its cache."""
 
 IDENTITY_EVERY_S = 10.0
-"""Adapters are loaded and unloaded while an engine runs."""
+"""Adapters are loaded and unloaded while an engine runs, and its model's files may be there later than it is."""
 
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +126,9 @@ class EngineObserver(Protocol):
     async def engine_seen(self, identity: EngineIdentity, metrics: EngineMetrics) -> None:
         """The engine is there, for the first time or after it was gone, or serves other models than before."""
 
+    async def engine_confirmed(self, identity: EngineIdentity) -> None:
+        """It is still the engine that was seen last: what could not be learned of it then may be there now."""
+
     def engine_measured(self, metrics: EngineMetrics) -> None:
         """The engine is up and this busy."""
 
@@ -221,11 +225,14 @@ class EngineWatcher:
         if identity != self._identity:
             self._identity = identity
             await self._observer.engine_seen(identity, metrics)
+        else:
+            await self._observer.engine_confirmed(identity)
 
 
 def local_root(root: str | None) -> Path | None:
     """The directory a model card's `root` names, where it is one on this machine."""
-    return Path(root) if root and Path(root).is_dir() else None
+    # Not `Path.is_dir`, which raises for one that nobody may look into, or whose volume has gone.
+    return Path(root) if root and os.path.isdir(root) else None
 
 
 def _json(content: bytes) -> dict[str, Any]:

@@ -220,27 +220,47 @@ class Replica:
     async def engine_seen(self, identity: EngineIdentity, metrics: EngineMetrics) -> None:
         """Learns what the engine serves, then lets the subscription begin."""
         model = self.settings.model or identity.models[0]
-        directory = self.settings.model_dir or local_root(identity.root)
-        if directory is None:
-            self.geometry, self.attention = None, 0.0
-            self.files = ModelFilesUnavailable("no_model_dir", f"--model-dir is not set, {identity.root!r} not here")
-        else:
-            self.geometry = await asyncio.to_thread(load_geometry, directory)
-            self.attention = await asyncio.to_thread(load_attention, directory)
-            try:
-                self.files = await asyncio.to_thread(load_model_files, directory, model)
-            except ModelFilesUnavailable as error:
-                self.files = error
+        await self._read_model(identity, model, anew=True)
         self.event_sources = await self._sources() if identity.engine == "vllm" else None
         self._engine = EngineState(up=self._engine.up, metrics=metrics)
         self.identity = identity
         if model != self._model:
             had_one, self._model = bool(self._model), model
-            if had_one:
-                self.subscriber.restart("model_changed")
-            else:
+            if not had_one:
                 self.hub.new_epoch(model)
+            elif not self.subscriber.restart("model_changed"):
+                # Paused: the epoch that began when the last one ended still has the old name.
+                self.restart("model_changed")
         self.subscriber.resume()
+
+    async def engine_confirmed(self, identity: EngineIdentity) -> None:
+        """Looks again for what of the model could not be read."""
+        await self._read_model(identity, self._model, anew=False)
+
+    async def _read_model(self, identity: EngineIdentity, model: str, *, anew: bool) -> None:
+        """Reads what the model's directory says; not `anew`, only what it has not said yet."""
+        shape = anew or self.geometry is None or not self.attention
+        files = anew or not isinstance(self.files, ModelFiles)
+        if not (shape or files):
+            return
+        directory = self.settings.model_dir or await asyncio.to_thread(local_root, identity.root)
+        if directory is None:
+            if anew:
+                self.geometry, self.attention = None, 0.0
+                self.files = ModelFilesUnavailable(
+                    "no_model_dir", f"--model-dir is not set, {identity.root!r} not here"
+                )
+            return
+        if shape:
+            geometry = await asyncio.to_thread(load_geometry, directory)
+            attention = await asyncio.to_thread(load_attention, directory)
+            self.geometry = geometry if anew else self.geometry or geometry
+            self.attention = attention if anew else self.attention or attention
+        if files:
+            try:
+                self.files = await asyncio.to_thread(load_model_files, directory, model)
+            except ModelFilesUnavailable as error:
+                self.files = error
 
     async def _sources(self) -> dict[int, dict[str, Any]] | None:
         try:

@@ -201,6 +201,8 @@ class EngineStandIn:
         self.root: str | None = None
         self.models = [{"id": MODEL, "root": None, "parent": None}]
         self.status = 200
+        self.identified = 0
+        """How often it was asked what it serves."""
         self.app = Starlette(
             routes=[
                 Route("/metrics", self._metrics),
@@ -223,6 +225,7 @@ class EngineStandIn:
         )
 
     async def _models(self, request: Request) -> Response:
+        self.identified += 1
         return JSONResponse({"data": [card | {"root": self.root} for card in self.models]})
 
     async def _version(self, request: Request) -> Response:

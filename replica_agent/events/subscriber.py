@@ -110,10 +110,12 @@ class KvEventSubscriber:
         self._allowed.clear()
         self.restart(reason)
 
-    def restart(self, reason: str) -> None:
-        """Ends the subscription; the next one begins at once unless paused."""
-        if self._over is not None and not self._over.done():
-            self._over.set_result(reason)
+    def restart(self, reason: str) -> bool:
+        """Ends the subscription, and whether there was one to end; the next one begins at once unless paused."""
+        if self._over is None or self._over.done():
+            return False
+        self._over.set_result(reason)
+        return True
 
     async def run(self) -> None:
         """Follows the engine until cancelled."""

@@ -24,6 +24,9 @@ class Notes:
         self.told.append("seen")
         self.identity = identity
 
+    async def engine_confirmed(self, identity: EngineIdentity) -> None:
+        self.told.append("confirmed")
+
     def engine_measured(self, metrics: EngineMetrics) -> None:
         self.told.append("measured")
         self.metrics = metrics
