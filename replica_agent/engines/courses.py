@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
+
+from replica_agent.engines.defects import Defects
+
+_log = logging.getLogger(__name__)
 
 WAIT_S = 0.002
 """For the agent's news, where it is the only thing to wait for: what else comes up waits as long."""
@@ -34,6 +39,10 @@ class Course(Protocol):
         """Do what can be done now, which may be to wait for the agent's news for `wait_s`. Whether the engine should
         look at it."""
 
+    def fail(self) -> None:
+        """`advance` has raised what nobody expected. It is called once more at most, to give back what was taken: when
+        that raises as well, the course is over."""
+
 
 _C = TypeVar("_C", bound=Course)
 
@@ -42,7 +51,8 @@ class Courses(Generic[_C]):
     """Owns the courses under way, and the thread that advances each until it is over. Any thread may call it; none
     waits.
 
-    `notify` is called from the thread when the engine should look at a course; it must not wait.
+    `notify` is called from the thread when the engine should look at a course; it must not wait. A course that raises
+    fails alone.
     """
 
     def __init__(self, notify: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,6 +62,7 @@ class Courses(Generic[_C]):
         self._changed = threading.Condition()
         self._woken = False
         self._closing = False
+        self._defects = Defects(_log)
         self._thread = threading.Thread(target=self._run, name="kv-load", daemon=True)
         self._thread.start()
 
@@ -91,7 +102,12 @@ class Courses(Generic[_C]):
     def _advance(self, due: Sequence[_C], alone: bool) -> bool:
         """Do what is due; whether anything was."""
         for course in due:
-            news = course.advance(WAIT_S if alone else 0.0)
+            try:
+                news = course.advance(WAIT_S if alone else 0.0)
+            except Exception:
+                self._defects.note("a load fails")
+                course.fail()
+                news = True
             if course.over:
                 with self._changed:
                     self._courses.remove(course)

@@ -47,7 +47,10 @@ class PoolClient:
         self._clock = clock
         self._lock = threading.RLock()
         self._closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # out of descriptors
+            raise PoolGone(f"{path}: {error}") from error
         try:
             self._welcome, self._memory = self._greet(path, hello)
             end = self._welcome.slots * self._welcome.pitch

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
+from replica_agent.engines.defects import Defects
 from replica_agent.engines.errors import PoolGone
 from replica_agent.engines.pool_client import PoolClient
 from replica_agent.engines.pool_link import PoolLink
@@ -50,14 +51,15 @@ class Saver:
 
     No block is held back for saving, and no step waits for a copy. A block's version rises before it is given to be
     written anew; the thread copies, and only then looks whether the version is still that with which it was queued: a
-    copy that may not be of one piece is given up and never becomes visible. What does not fit into the queue is shed.
+    copy that may not be of one piece is given up and never becomes visible. What does not fit into the queue is shed,
+    and so is what the thread could not do, whatever was raised by it.
 
     A clear drops what is queued and goes before all that follows. It is owed until an agent has confirmed it, over as
     many connections as that takes.
     """
 
     def __init__(self, link: PoolLink, read: Read, versions: Sequence[int], *, max_queued: int = 4096) -> None:
-        """`versions` are those of all blocks, another's to raise; `max_queued` blocks may wait."""
+        """`versions` are those of all blocks, another's to raise; `max_queued` blocks may wait, and as many entries."""
         self.saved = 0
         """Blocks that became visible in the pool."""
         self._link = link
@@ -69,6 +71,7 @@ class Saver:
         self._clears = self._cleared = 0
         # One count for each thread: `+=` of two threads on one would lose some.
         self._shed_here = self._shed_there = 0
+        self._defects = Defects(_log)
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
@@ -106,9 +109,10 @@ class Saver:
             self._changed.notify()
 
     def observe(self, tokens: int, attended: int, seconds: Callable[[], float]) -> None:
-        """Queue what a step took; it is lost when the agent goes. `seconds` is called on the saver's thread."""
+        """Queue what a step took; it is lost when the agent goes, or where too much waits. `seconds` is called on the
+        saver's thread."""
         with self._changed:
-            if self._link.client is not None:
+            if self._link.client is not None and len(self._queue) < self._max_queued:
                 self._queue.append(_Observed(tokens, attended, seconds))
                 self._changed.notify()
 
@@ -125,6 +129,8 @@ class Saver:
         with self._changed:
             queued = sum(len(each.blocks) for each in self._queue if isinstance(each, Saving))
             assert queued == self._queued <= self._max_queued, f"{queued} queued, {self._queued} counted"
+            observed = sum(isinstance(each, _Observed) for each in self._queue)
+            assert observed <= self._max_queued, f"{observed} steps wait to be told of"
 
     def close(self) -> None:
         """Drop what is queued and end the thread. The link has been closed, so it waits for no answer."""
@@ -156,6 +162,14 @@ class Saver:
                     # Only a clear that is owed is tried again.
                     if not self._closing:
                         self._changed.wait(_RETRY_S)
+            except Exception:
+                self._defects.note("blocks are not saved, or a step is not told of")
+                if isinstance(task, Saving):
+                    self._shed_here += len(task.blocks)
+                with self._changed:
+                    # The clear that is owed must not be tried without a pause.
+                    if task is None and not self._closing:
+                        self._changed.wait(_RETRY_S)
 
     def _do(self, task: Saving | _Observed | None, clears: int) -> None:
         """One task, or the clear that is owed. The client is not kept: it has the memory of an agent that may go."""
@@ -181,12 +195,19 @@ class Saver:
         taken = [(key, block, slot) for key, block, slot in zip(keys, fresh, slots, strict=True) if slot is not None]
         if not taken:
             return
-        saving.ready()
-        written = []
-        for _, block, slot in taken:
-            self._read(block[0], client.slot(slot.slot))
-            # After the copy: a block that is unchanged now was not written to during it.
-            written.append(self._unchanged(block))
+        written: list[bool] = []
+        try:
+            saving.ready()
+            for _, block, slot in taken:
+                self._read(block[0], client.slot(slot.slot))
+                # After the copy: a block that is unchanged now was not written to during it.
+                written.append(self._unchanged(block))
+        except PoolGone:
+            raise
+        except Exception:
+            # The agent is told all the same, or it would keep the slots for whoever may still write to them.
+            self._defects.note("blocks cannot be copied from the device")
+            written += [False] * (len(taken) - len(written))
         self.saved += client.commit([key for key, _, _ in taken], [slot for _, _, slot in taken], written)
         self._shed_here += written.count(False)
 

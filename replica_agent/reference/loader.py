@@ -89,6 +89,12 @@ class _Course:
             self._end()
         return (search.found, search.done) != before
 
+    def fail(self) -> None:
+        """The compute thread first, which computes what is not loaded; then the agent."""
+        self.over = self.search.done
+        self.search.finish()
+        self.due = self._clock()
+
     def _ask(self, wait_s: float) -> None:
         decision = self._question.ask(wait_s)
         if decision is None:

@@ -44,6 +44,9 @@ class Steps:
         self.news += news
         return news
 
+    def fail(self) -> None:
+        raise AssertionError("none of its steps raises")
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stress_every_course_takes_each_of_its_steps_once(seed: int) -> None:
@@ -69,6 +72,45 @@ def test_stress_every_course_takes_each_of_its_steps_once(seed: int) -> None:
         courses.close()
     assert [len(course.waits) for course, _ in naive] == [count for _, count in naive]
     assert len(told) == sum(course.news for course, _ in naive)
+
+
+class Broken(Steps):
+    """Raises at its first step, and `twice` when it is to give back what it took."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__(random.Random(0), 1 << 30)
+        self.twice = twice
+        self.failures = 0
+
+    def advance(self, wait_s: float) -> bool:
+        assert not self.over
+        self.waits.append(wait_s)
+        if len(self.waits) == 1 or self.twice:
+            raise ZeroDivisionError
+        self.over = True
+        return False
+
+    def fail(self) -> None:
+        self.failures += 1
+        self.over = self.failures > 1
+
+
+def test_a_course_that_raises_fails_alone() -> None:
+    told: list[None] = []
+    courses: Courses[Steps] = Courses(lambda: told.append(None))
+    broken, worse, sound = Broken(False), Broken(True), Steps(random.Random(3), 50)
+    try:
+        courses.begin([broken, sound, worse])
+        while not sound.over:
+            sound.stirred = True
+            courses.wake()
+            time.sleep(0.001)
+        wait_for(lambda: not len(courses))
+    finally:
+        courses.close()
+    assert [len(each.waits) for each in (broken, worse, sound)] == [2, 2, 50]
+    assert [broken.failures, worse.failures] == [1, 2]
+    assert len(told) == sound.news + 3, "an engine looks at what has failed"
 
 
 class Waiting(Steps):

@@ -272,6 +272,27 @@ async def test_an_aborted_load_is_given_back(agent: NaiveAgent) -> None:
         await asyncio.wrap_future(opened.service.engine.call(opened.service.engine.scheduler.check))
 
 
+async def test_a_copy_that_raises_is_computed_and_given_back(
+    agent: NaiveAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(agent) as (http, opened):
+        await connected(agent, opened)
+        first, _ = await complete(http, tokens(1))
+        await saved(http, 12)
+        with monkeypatch.context() as broken:
+            broken.setattr(BlockMemory, "write", lambda *_: 1 // 0)
+            for _ in range(2):
+                await evicted(http)
+                assert await complete(http, tokens(1)) == (first, 0)
+
+        async def given_back() -> bool:
+            return agent.working == {}
+
+        await until(given_back)
+        await evicted(http)
+        assert await complete(http, tokens(1)) == (first, 192)
+
+
 async def test_a_reset_reaches_the_agent_before_anything_is_sought_again(agent: NaiveAgent) -> None:
     async with engine(agent) as (http, opened):
         await connected(agent, opened)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.hint import Hint
 from replica_agent.engines.courses import POLL_S, WAIT_S
+from replica_agent.engines.defects import Defects
 from replica_agent.engines.errors import PoolGone
 from replica_agent.engines.pool_client import PoolClient
 from replica_agent.engines.pool_link import PoolLink
@@ -58,8 +59,8 @@ class Asker:
     never waits.
 
     A search is the scheduler's own to end: by `cancel`, or by `forget` once the ranks have taken it over. One that has
-    found nothing is over by itself. In between, the thread tells the agent when the engine's cache has been dropped:
-    `clears` says how often.
+    found nothing is over by itself, and so is one that could not be asked about, whatever was raised. In between, the
+    thread tells the agent when the engine's cache has been dropped: `clears` says how often.
     """
 
     def __init__(self, link: PoolLink, clears: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,6 +71,7 @@ class Asker:
         self._clock = clock
         self._searches: list[Search] = []
         self._cancelled: list[Search] = []
+        self._defects = Defects(_log)
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-ask", daemon=True)
@@ -150,6 +152,10 @@ class Asker:
         except PoolGone as error:
             _log.debug("request %s: %s", search.name, error)
             decision = 0, 0.0
+        except Exception:
+            self._defects.note(f"request {search.name}: nothing can be asked for")
+            self._tell(search.question.cancel)
+            decision = 0, 0.0
         if decision is not None:
             found, seconds = decision
             search.decide(found, self._clock() + seconds)
@@ -161,5 +167,8 @@ class Asker:
             verb(*arguments)
         except PoolGone as error:
             _log.debug("%s", error)
+            return False
+        except Exception:
+            self._defects.note("the agent could not be told")
             return False
         return True

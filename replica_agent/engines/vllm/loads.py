@@ -129,6 +129,7 @@ class _Course:
         self._lock = threading.Lock()
         self._good = 0
         self._needed = True
+        self._failed = False
         self._load = (
             None
             if client is None
@@ -176,6 +177,14 @@ class _Course:
             _log.debug("request %s: %s", self.order.name, error)
             self._forget()
         return self.done
+
+    def fail(self) -> None:
+        """The engine first, which computes what is not loaded; the agent is told when it has taken this."""
+        if self._failed:
+            self._forget()
+            return
+        self.done = self._failed = True
+        self.due = self._clock() if self.ended else math.inf
 
     def _write(self, number: int, slot: memoryview) -> bool:
         with self._lock:
