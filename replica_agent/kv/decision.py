@@ -54,7 +54,8 @@ class Estimates:
     """Owns the fitted figures of one agent: its engine's prefill, the copy between slots and paged blocks, and the way
     to each replica. Told by whoever measured; used on one event loop; a prediction is valid until the next one tells.
 
-    A replica nothing was fetched from lately is expected to be like the others.
+    A replica nothing was fetched from lately is expected to be like the others; one from which fetches fail at once,
+    to bring nothing for a while.
     """
 
     def __init__(self, *, margin: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,12 +79,25 @@ class Estimates:
     def fetched(self, source: str, size: int, seconds: float) -> None:
         """`size` bytes came from `source`, from asking for the lease to the owner's word that it held."""
         now, like_others = self._clock(), self.link
-        link = self._links.pop(source, None) or Link(like_others)
-        link.observe(size, seconds, now, like_others)
+        self._link_to(source).observe(size, seconds, now, like_others)
         self._any.observe(size, seconds, now, LINK_PRIOR)
+
+    def failed(self, source: str, began: float) -> None:
+        """A fetch from `source` that `began` then brought nothing, and took less time than bringing it would have."""
+        self._link_to(source).failed(began, self._clock())
+
+    def held_back(self, source: str) -> bool:
+        """Whether the last fetches from `source` failed at once, so that nothing is expected of it now."""
+        link = self._links.get(source)
+        return link is not None and link.held_back(self._clock())
+
+    def _link_to(self, source: str) -> Link:
+        """What is told of is the last to be forgotten."""
+        link = self._links.pop(source, None) or Link(self.link)
         self._links[source] = link
         while len(self._links) > _MAX_LINKS:
             del self._links[next(iter(self._links))]
+        return link
 
     def predict(self, prompt: Prompt, own: int, remote: int, source: str) -> Prediction:
         """For `own` blocks out of the agent's pool and then `remote` ones from `source`."""
@@ -100,7 +114,7 @@ class Estimates:
     def moving(self, source: str, size: int) -> float:
         """Seconds in which `size` bytes are expected to come from `source`."""
         now, link = self._clock(), self._links.get(source)
-        return (link if link is not None and link.fresh(now) else self._any).estimate(now).seconds(size)
+        return (link if link is not None and link.known(now) else self._any).estimate(now).seconds(size)
 
     def worth_copying(self, prompt: Prompt, own: int) -> bool:
         """Whether to use `own` blocks out of the agent's pool."""
@@ -131,7 +145,7 @@ class Estimates:
     def links(self) -> dict[str, LinkEstimate]:
         """What is known of each other one."""
         now = self._clock()
-        return {source: link.estimate(now) for source, link in self._links.items() if link.fresh(now)}
+        return {source: link.estimate(now) for source, link in self._links.items() if link.known(now)}
 
     def check(self) -> None:
         """Asserts that there are no more links than allowed, and that every estimator is sound."""

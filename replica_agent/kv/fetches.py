@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvstore.messages import FetchOutcome
 from replica_agent.kv.decision import Estimates
 from replica_agent.kv.fetch import Fetch, Fetched, Order, Surroundings
+from replica_agent.kv.link import HELD_BACK_S
 from replica_agent.kv.records import FetchLog, Steps
 
 _logger = logging.getLogger(__name__)
@@ -20,6 +21,10 @@ MAX_FETCHES = 16
 
 _ANSWER_TURNS = 4
 """Of the event loop, until those who waited have their answers; what can wait is done after that."""
+
+_FAILURES = frozenset({FetchOutcome.FAILED, FetchOutcome.REFUSED, FetchOutcome.LATE})
+_OF_THE_MOMENT = frozenset({"no_room", "cleared", "busy"})
+"""Reasons that say nothing of the source: the reader's own pool was full or cleared, or much is lent right now."""
 
 CLOSE_S = 1.0
 """How long a stopping agent waits for what its fetches leave behind; what is not given back then, leases end."""
@@ -188,7 +193,20 @@ class Fetches:
             self._estimates.fetched(coming.order.source, size, seconds)
         elif coming.decided and result.outcome in (FetchOutcome.LATE, FetchOutcome.FAILED):
             # It would have taken longer still; without this a link that became slow is tried again and again, and so is
-            # one whose port nothing gets through to. Of one that fails at once nothing is known.
+            # one whose port nothing gets through to.
             size = coming.decided * around.pool.block_bytes
             if result.outcome is FetchOutcome.LATE or seconds > self._estimates.moving(coming.order.source, size):
                 self._estimates.fetched(coming.order.source, size, seconds)
+            else:
+                self._failed(coming, result)
+        else:
+            self._failed(coming, result)
+
+    def _failed(self, coming: Coming, result: Fetched) -> None:
+        """How fast a source is, one that failed at once does not tell; that it fails, it does."""
+        if result.outcome in _FAILURES and result.reason not in _OF_THE_MOMENT:
+            source = coming.order.source
+            before = self._estimates.held_back(source)
+            self._estimates.failed(source, coming.began)
+            if not before and self._estimates.held_back(source):
+                _logger.info("fetches from %s fail (%s): none for %g s", source, result.reason, HELD_BACK_S)

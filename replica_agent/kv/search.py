@@ -282,6 +282,8 @@ class Search:
         desk, estimates, prompt = self._desk, self._desk.estimates, self._prompt
         if desk.mode == "off":
             return FetchOutcome.DECLINED, "off"
+        if estimates.held_back(hint.source):
+            return FetchOutcome.DECLINED, "source_fails"
         if not estimates.worth_fetching(prompt, own, remote, hint.source):
             return FetchOutcome.DECLINED, "cheaper_to_compute"
         if desk.mode == "shadow":

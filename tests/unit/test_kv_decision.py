@@ -147,6 +147,75 @@ def test_an_engine_that_copied_slowly_is_asked_to_copy_again() -> None:
     assert subject.worth_copying(prompt(100), 100)
 
 
+def test_a_source_whose_fetches_fail_at_once_is_held_back_until_one_brings_something() -> None:
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+
+    def fails(began: float | None = None) -> bool:
+        clock.now += 1
+        subject.failed("a", clock.now - 0.01 if began is None else began)
+        subject.check()
+        return subject.held_back("a")
+
+    assert [fails() for _ in range(link.FAILURES)] == [False, False, True]
+    assert not subject.worth_fetching(Prompt(1 << 20, 0, 16, 1), 0, 1 << 16, "a"), "not for the longest of prompts"
+    assert subject.links == {"a": link.HELD_BACK}, "gateways are told"
+    assert subject.worth_fetching(prompt(100), 0, 100, "b") and not subject.held_back("b")
+    assert subject.link.latency_s == pytest.approx(LINK_PRIOR.latency_s), "nothing is known of the others by it"
+    clock.now += link.HELD_BACK_S
+    assert subject.worth_fetching(prompt(100), 0, 100, "a") and not subject.links, "it is tried again"
+    assert fails(), "one more is enough now"
+    clock.now += link.HELD_BACK_S
+    subject.fetched("a", 100 * MIB, 0.1)
+    assert [fails() for _ in range(link.FAILURES - 1)] == [False, False]
+    assert subject.links["a"].seconds(100 * MIB) < 1
+    assert fails()
+    clock.now += link.HELD_BACK_S
+    assert subject.links["a"].seconds(100 * MIB) < 1, "what was known before is known again"
+
+
+def test_fetches_that_fail_together_count_as_one() -> None:
+    clock = Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+    for _ in range(100):
+        clock.now += 0.01
+        subject.failed("a", 0.0)
+    assert not subject.held_back("a")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stress_who_is_held_back_is_known_from_the_whole_past(seed: int) -> None:
+    rng, clock = random.Random(seed), Clock()
+    subject = Estimates(margin=0.1, clock=clock)
+    past: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in "abc"}
+
+    def naive(name: str) -> bool:
+        ends: list[float] = []
+        for began, ended, brought in past[name]:
+            if brought:
+                ends.clear()
+            elif began >= max((end for _, end, ok in past[name] if not ok and end < ended), default=-1.0):
+                ends.append(ended)
+        return len(ends) >= link.FAILURES and clock.now - ends[-1] < link.HELD_BACK_S
+
+    seen = set()
+    for _ in range(600):
+        clock.now += rng.choice((0.1, 1.0, 20.0))
+        name, brought = rng.choice("abc"), rng.random() < 0.2
+        began = clock.now - rng.choice((0.05, 0.5))
+        past[name].append((began, clock.now, brought))
+        if brought:
+            subject.fetched(name, MIB, 0.01)
+        else:
+            subject.failed(name, began)
+        for each in "abc":
+            assert subject.held_back(each) == naive(each)
+            assert (subject.links.get(each) == link.HELD_BACK) == naive(each)
+            seen.add(naive(each))
+        subject.check()
+    assert seen == {True, False}
+
+
 def test_links_are_bounded() -> None:
     subject = Estimates(margin=0.1)
     for number in range(decision._MAX_LINKS + 10):

@@ -12,12 +12,14 @@ from agent_support import until
 from kv_support import BLOCK_BYTES, Agent, agent, both_quiet, key_of, keys_of, pair
 from loopback_ports import free_port
 
+from kvstore.cost import LinkEstimate
 from kvstore.engine_messages import Loading, Nothing, Ready
 from kvstore.fit import CHANGE
 from kvstore.messages import FetchOutcome
 from kvstore.slot import verify
-from kvstore.transfer.loopback import Network
+from kvstore.transfer.loopback import Loopback, Network
 from replica_agent.engines.errors import PoolRefused
+from replica_agent.kv.link import FAILURES, HELD_BACK, HELD_BACK_S
 
 TEN = keys_of(*range(10))
 
@@ -137,6 +139,47 @@ def moved(reader: Agent) -> int:
     region = reader.pool.region
     everything = bytes(region.memory)
     return sum(everything.count(key) > 0 for key in TEN)
+
+
+async def test_a_source_whose_fetches_fail_at_once_is_not_counted_on_for_a_while(tmp_path: Path) -> None:
+    """No transport that both have, as where a port was taken."""
+    later, apart, joined = 0.0, Network(), Network()
+
+    def clock() -> float:
+        return time.monotonic() + later
+
+    async with agent(tmp_path, joined) as source, agent(tmp_path, apart, clock=clock) as reader:
+        await source.connect()
+        await reader.connect()
+        await source.engine.save(TEN)
+
+        async def ends(request: str) -> tuple[FetchOutcome, str]:
+            assert await reader.engine.load(request, TEN, source.hint(10)) == 0
+            return reader.records[-1].outcome, reader.records[-1].reason
+
+        def told() -> LinkEstimate | None:
+            state = reader.kv.fetch_state
+            assert state is not None and state.link.latency_s < 1
+            return state.links.get(source.name)
+
+        for request in range(FAILURES):
+            assert told() is None
+            assert await ends(f"r{request}") == (FetchOutcome.FAILED, "no_transport")
+        await until(lambda: told() == HELD_BACK, "gateways are told")
+        asked = len(source.gate.seen)
+        assert await ends("s") == (FetchOutcome.DECLINED, "source_fails")
+        later += HELD_BACK_S
+        assert told() is None and len(source.gate.seen) == asked
+        assert await ends("t") == (FetchOutcome.FAILED, "no_transport")
+        await until(lambda: told() == HELD_BACK, "gateways are told")
+        later += HELD_BACK_S
+        way = Loopback(joined)
+        assert reader.kv.keeper.leases is not None
+        await way.start(reader.pool.region, reader.kv.keeper.leases.authorize)
+        reader.kv.keeper.transports[:] = [way]
+        assert await reader.engine.load("u", TEN, source.hint(10)) == 10
+        await until(lambda: (link := told()) is not None and link.latency_s < 60, "it is counted on again")
+        await both_quiet(source, reader)
 
 
 async def test_a_lease_that_did_not_hold_is_not_believed(tmp_path: Path) -> None:
