@@ -72,7 +72,12 @@ class PoolError(KvStoreError):
 
 
 class TransportUnavailable(KvStoreError):
-    """This host cannot use a transport; says what is missing."""
+    """This host cannot use a transport; says what is missing. `passes`: it may be able to later, without a restart, as
+    where another process has the port now."""
+
+    def __init__(self, message: str, *, passes: bool = False) -> None:
+        super().__init__(message)
+        self.passes = passes
 
 
 class TransferError(KvStoreError):

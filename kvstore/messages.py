@@ -173,8 +173,8 @@ class FetchState(msgspec.Struct, frozen=True, kw_only=True):
 
     `namespace` is the digest of the engine's `KvNamespace` (hex): only replicas of one namespace fetch from each other.
     `acts` is False where hints are understood but not followed (shadow mode, or fetching is off). `links` holds what
-    reading from each replica has cost, by its id, an hour for one whose reads fail; `link` what is assumed of any other.
-    `slots` is the pool's size.
+    reading from each replica has cost, by its id (an hour, for one whose reads fail); `link` what is assumed of any
+    other. `slots` is the pool's size.
     """
 
     namespace: Name

@@ -177,6 +177,13 @@ class Doctor:
         elif not kv.loads:
             message = "the engine saves KV and loads none: it would answer a failed load with an error"
             yield Problem(code="load_policy", message=message, fix=f"engine: kv_load_failure_policy, as in {flag}")
+        if kv is not None and kv.keeper.unavailable and not any(each.between_hosts for each in kv.keeper.transports):
+            why = "; ".join(kv.keeper.unavailable.values())
+            yield Problem(
+                code="pool_unreachable",
+                message=f"no other host can read this pool, nor this one theirs: {why}",
+                fix="agent: --data-port with a port that is free on --host, or --transports that there are here",
+            )
 
     def _events_flag(self) -> str:
         settings = self._replica.settings

@@ -82,9 +82,15 @@ class Transport(ABC):
 
     name: str
 
+    @property
+    def between_hosts(self) -> bool:
+        """Whether a peer on another host could reach the pool by it, once started."""
+        return True
+
     @abstractmethod
     async def start(self, region: Region, authorize: Authorize) -> None:
-        """Make the region reachable. Raises TransportUnavailable where this host cannot."""
+        """Make the region reachable. Raises TransportUnavailable where this host cannot; it can be tried again where
+        that passes."""
 
     @abstractmethod
     def offer(self) -> Offer:

@@ -72,11 +72,15 @@ class Nixl(Transport):
         self._offer: _Offer | None = None
         self._jobs = Jobs()
 
+    @property
+    def between_hosts(self) -> bool:
+        return self._offer is not None and self._offer.rdma
+
     async def start(self, region: Region, authorize: Authorize) -> None:
         try:
             host = host_identity()
         except OSError as error:
-            raise TransportUnavailable(f"{self.name}: {error}") from error
+            raise TransportUnavailable(f"{self.name}: {error}", passes=True) from error
         address = await asyncio.to_thread(self._agent.open, region)
         self._offer = _Offer(host, os.getpid(), has_rdma(), address)
 

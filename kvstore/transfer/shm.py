@@ -71,12 +71,16 @@ class Shm(Transport):
         self._threads = ThreadPoolExecutor(_THREADS, "shm")
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def between_hosts(self) -> bool:
+        return False
+
     async def start(self, region: Region, authorize: Authorize) -> None:
         try:
             self._host = host_identity()
             status = os.fstat(region.fd)
         except OSError as error:
-            raise TransportUnavailable(f"shm: {error}") from error
+            raise TransportUnavailable(f"shm: {error}", passes=True) from error
         self._region = region
         address = _Address(
             self._host,

@@ -80,7 +80,9 @@ class Tcp(Transport):
                 Owner, self._host, self._port, region, authorize, None if self._tls is None else self._tls.owner
             )
         except OSError as error:
-            raise TransportUnavailable(f"tcp: cannot listen on {self._host}:{self._port}: {error}") from error
+            raise TransportUnavailable(
+                f"tcp: cannot listen on {self._host}:{self._port}: {error}", passes=True
+            ) from error
         self._region = region
 
     def offer(self) -> Offer:

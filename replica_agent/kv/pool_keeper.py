@@ -24,6 +24,9 @@ _logger = logging.getLogger(__name__)
 HOLD_S = 60.0
 """How long what might still be read or written is not reused: longer than the longest deadline of a transfer."""
 
+RETRY_S = 30.0
+"""Between two attempts to start a transport that may be there later: a port is taken, or an address not there yet."""
+
 MAX_RANKS = 1_024
 
 
@@ -53,7 +56,7 @@ class PoolKeeper:
         self.transports: list[Transport] = []
         """Those that were started, best first."""
         self.unavailable: dict[str, str] = {}
-        """Why the others were not."""
+        """Why the others were not; those that may be there later are tried again."""
         self._pool_bytes = pool_bytes
         self._candidates = transports
         self._listener = listener
@@ -105,22 +108,39 @@ class PoolKeeper:
             self.pool.expire()
 
     async def run(self) -> None:
-        """Once there is a pool, starts the transports and takes its memory."""
+        """Once there is a pool, starts the transports and takes its memory; ends when no transport is waited for."""
         await self._made.wait()
-        assert self.pool is not None and self.leases is not None
-        # One by one, and each is used as soon as it is there: the slow ones to start are not the first choice.
-        for transport in self._candidates:
-            try:
-                await transport.start(self.pool.region, self.leases.authorize)
-            except TransportUnavailable as error:
-                self.unavailable[transport.name] = str(error)
-                _logger.info("no transport %s: %s", transport.name, error)
-            else:
-                self.transports.append(transport)
+        assert self.pool is not None
+        waited_for = await self._start(self._candidates)
         try:
             await asyncio.to_thread(populate, self.pool.region, lambda: not self._closed)
         except PoolError as error:
             _logger.error("--pool-bytes: %s", error)
+        while waited_for:
+            await asyncio.sleep(RETRY_S)
+            waited_for = await self._start(waited_for)
+
+    async def _start(self, transports: Sequence[Transport]) -> list[Transport]:
+        """Those that may be there later."""
+        assert self.pool is not None and self.leases is not None
+        waited_for = []
+        # One by one, and each is used as soon as it is there: the slow ones to start are not the first choice.
+        for transport in transports:
+            try:
+                await transport.start(self.pool.region, self.leases.authorize)
+            except TransportUnavailable as error:
+                if error.passes:
+                    waited_for.append(transport)
+                if self.unavailable.get(transport.name) != str(error):
+                    self.unavailable[transport.name] = str(error)
+                    level = logging.WARNING if error.passes else logging.INFO
+                    _logger.log(level, "no transport %s: %s", transport.name, error)
+            else:
+                if self.unavailable.pop(transport.name, None) is not None:
+                    _logger.warning("transport %s is there now", transport.name)
+                self.transports.append(transport)
+                self.transports.sort(key=self._candidates.index)
+        return waited_for
 
     async def close(self) -> None:
         """Closes the transports; the pool's memory stays, somebody may have mapped it."""

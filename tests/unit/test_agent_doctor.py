@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from kv_support import Engine as PoolEngine
 from loopback_ports import free_port
 
 from kvstore.messages import Problem
+from kvstore.transfer import nixl_agent
 from replica_agent.doctor import SETTLED_S, Doctor
 from replica_agent.engines.errors import PoolRefused
+from replica_agent.kv import pool_keeper
 from replica_agent.replica import Replica
 
 
@@ -205,6 +208,37 @@ async def test_what_the_engines_side_of_the_pool_says(model: Path, tmp_path: Pat
         assert state is not None and not state.acts, "nobody plans a fetch for it"
         await saving.ask(saving.client.close)
         await engine.ask(engine.client.close)
+
+
+async def test_a_data_port_that_is_taken_is_told_and_tried_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'nixl'")
+
+    monkeypatch.setattr(nixl_agent, "_load", missing)
+    monkeypatch.setattr(pool_keeper, "RETRY_S", 0.05)
+    path = tmp_path / "kv"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        flags = {"kv-socket": str(path), "data-port": str(port), "transports": "nixl,tcp,shm", "host": "127.0.0.1"}
+        async with agent_of(Engine(), model, **flags) as replica:
+            engine = await PoolEngine.connect(path)
+            assert replica.kv is not None
+            keeper = replica.kv.keeper
+            await until(lambda: "pool_unreachable" in codes(replica) and len(keeper.transports) == 1)
+            found = problem(replica, "pool_unreachable")
+            assert f"127.0.0.1:{port}" in found.message and "--data-port" in found.fix and not found.note
+            assert [each.name for each in keeper.transports] == ["shm"], "what is there is used"
+            other.close()
+            await until(lambda: "pool_unreachable" not in codes(replica))
+            assert [each.name for each in keeper.transports] == ["tcp", "shm"], "the best first"
+            assert [*keeper.unavailable] == ["nixl"], "which is not tried again"
+            offered = keeper.transports[0].offer()
+            assert keeper.transports[0].reaches(offered)
+            with socket.create_connection(("127.0.0.1", port)):
+                pass
+            await engine.ask(engine.client.close)
 
 
 async def test_gateways_are_told(model: Path) -> None:
