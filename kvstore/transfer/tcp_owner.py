@@ -113,10 +113,19 @@ class Owner:
                 if welcome:
                     self._readers[connection] = thread
                     self._idle[connection] = None
-            if welcome:
-                thread.start()
-            else:
+            if not (welcome and self._started(thread, connection)):
                 connection.close()
+
+    def _started(self, thread: threading.Thread, connection: socket.socket) -> bool:
+        try:
+            thread.start()
+            return True
+        except RuntimeError:
+            # Out of threads: the next reader may find one.
+            with self._lock:
+                self._idle.pop(connection, None)
+                self._readers.pop(connection, None)
+            return False
 
     def _hang_up(self, connection: socket.socket) -> None:
         """Its thread, which waits for the next ask, hears of it and ends."""

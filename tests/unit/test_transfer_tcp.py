@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -118,6 +119,22 @@ async def test_no_more_readers_than_there_are_threads_for(monkeypatch: pytest.Mo
                 break
         else:
             pytest.fail("the owner never had room again")
+
+
+async def test_a_process_that_has_no_thread_to_spare_serves_again_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def none_to_spare(thread: threading.Thread) -> None:
+        if thread.name == "tcp-reader":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async with owner_and_reader() as (reader, offer, _):
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", none_to_spare)
+            result = await reader.fetch(reader.plan(offer))
+            assert (result.moved, result.stopped) == (0, True)
+        assert await reader.fetch(reader.plan(offer)) == Result(SLOTS, True)
 
 
 async def test_who_asks_nothing_makes_room_for_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
