@@ -15,6 +15,7 @@ from gateway.placement.settings import PlacementSettings
 from kvstore.cost import LinkEstimate
 from kvstore.identity import Namespace, token_keys
 from kvstore.messages import ROOT_PARENT, FetchState, Tier
+from replica_agent.kv.link import HELD_BACK
 
 NAMES = [f"replica-{i}" for i in range(4)]
 STATE = FetchState(namespace="n", acts=True, slots=1000, link=LinkEstimate(0.01, 1e6), links={})
@@ -166,6 +167,19 @@ def test_only_what_is_missing_is_moved_from_the_longest_and_nearest_source():
     fleet.say(a, fetch=msgspec.structs.replace(STATE, links=links))
     plan = fleet.place(pinned=a).fetch
     assert (plan.source, plan.seconds) == (c, pytest.approx(0.08))
+
+
+def test_nothing_is_counted_on_from_a_source_that_an_agent_holds_back():
+    fleet = Fleet()
+    a, b, c, _ = NAMES
+    fleet.hold(b, 100, Tier.DRAM)
+    fleet.hold(c, 100, Tier.DRAM)
+    for held_back, sources in (([b], {c}), ([c], {b}), ([b, c], {None})):
+        links = dict.fromkeys(held_back, HELD_BACK)
+        fleet.say(a, fetch=msgspec.structs.replace(STATE, links=links))
+        placement = fleet.place(pinned=a)
+        assert {placement.fetch and placement.fetch.source} == sources
+        assert (placement.predicted_cached_tokens > 0) == (placement.fetch is not None)
 
 
 def test_a_pin_and_a_retry_fetch_but_not_from_what_failed():
