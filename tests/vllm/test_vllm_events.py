@@ -143,12 +143,12 @@ async def test_a_reset_that_a_busy_engine_refuses_forgets_nothing(server: VllmSe
         await followed.engine.compute(prompt, followed.mirror)
         refused = asyncio.Event()
 
-        async def keep_busy() -> None:
+        async def keep_busy(tokens: int) -> None:
             while not refused.is_set():
-                await followed.engine.complete(prompt, max_tokens=300, ignore_eos=True)
+                await followed.engine.complete(prompt, max_tokens=tokens, ignore_eos=True)
 
-        # More than one, so that one runs while another one is between two requests.
-        busy = [asyncio.create_task(keep_busy()) for _ in range(3)]
+        # So that one runs while another one is between two requests: of one length they would all end in one step.
+        busy = [asyncio.create_task(keep_busy(tokens)) for tokens in (230, 310, 430)]
         await until(lambda: followed.replica.engine_state().metrics.running == 3, "it is seen at work")
         assert not await followed.engine.reset()
         refused.set()

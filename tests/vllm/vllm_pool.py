@@ -213,7 +213,8 @@ class PooledEngine:
         def comes_back() -> bool:
             prompt = prompt_of(*(next(self._fresh) for _ in range(4)), extra=1)
             first = self.complete(prompt)
-            self.complete(prompt_of(*(next(self._fresh) for _ in range(self.blocks - 2))), tokens=1)
+            # Enough to evict some of it there, and so little that a pool of as many blocks keeps all of both.
+            self.complete(prompt_of(*(next(self._fresh) for _ in range(self.blocks - 4))), tokens=1)
             again = self.complete(prompt)
             assert again.tokens == first.tokens
             # What was evicted before it was copied is not there, on a busy machine.
