@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="default: another each time")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)  # now, not after half an hour
     sys.stderr.write(f"seed {arguments.seed}, {arguments.minutes:g} minutes\n")
     try:
         report = asyncio.run(storm(arguments.seed, 60 * arguments.minutes))
