@@ -28,9 +28,13 @@ from loopback_ports import free_port
 from kvstore.messages import ModelFiles
 from replica_agent import engine_client
 
-CONFIG = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 3, "dtype": "float32"} | {
+CONFIG = {
+    "num_attention_heads": 2,
+    "hidden_size": 64,
     "intermediate_size": 128,
+    "num_hidden_layers": 3,
     "vocab_size": 100,
+    "dtype": "float32",
 }
 
 
